@@ -17,7 +17,6 @@ from caffepy.layers.batch_norm import BatchNormLayer
 from caffepy.layers.convolution import beyond_padding
 from caffepy.layers.export_rules import FLOAT, INT64, AnyLayer, Values, exports
 from caffepy.layers.inner_product import LEAST_SQUARE
-from caffepy.layers.pooling import SPPLayer
 
 # -- one operator, or nothing --------------------------------------------------------------------------
 
@@ -259,7 +258,6 @@ def inner_product(view: AnyLayer) -> str:
     torch="nn.MaxPool2d or nn.AvgPool2d of each level, torch.cat",
 )
 def spatial_pyramid(view: AnyLayer) -> str:
-    assert isinstance(view.layer, SPPLayer)
     levels = [replace(view, layer=level, tops=[top]).as_type("Pooling") for level, top in view.layer.levels]
     values = [str(value) for value in levels]
     return values[0] if len(values) == 1 else view.joined([view.add("Flatten", value, axis=1) for value in values], 1)

@@ -102,6 +102,46 @@ def exports(*types: str, onnx: str, torch: str, composite: bool = False) -> Call
     return register
 
 
+@dataclass(frozen=True)
+class Windows:
+    """The windows of a pooling layer along the spatial axes.
+
+    Args:
+        size: of the image.
+        out: how many windows.
+        kernel: their size.
+        stride: from one to the next.
+        pad: before the image; after it as much counts for the average.
+    """
+
+    size: tuple[int, ...]
+    out: tuple[int, ...]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    pad: tuple[int, ...]
+
+    @property
+    def after(self) -> tuple[int, ...]:
+        """How far the last window reaches beyond the image; below 0 where it ends before."""
+        sizes = zip(self.size, self.out, self.kernel, self.stride, self.pad, strict=True)
+        return tuple((out - 1) * stride + kernel - size - pad for size, out, kernel, stride, pad in sizes)
+
+    @property
+    def overhang(self) -> tuple[int, ...]:
+        """`after`, but 0 where it is below."""
+        return tuple(max(end, 0) for end in self.after)
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """Those of ONNX, where rounding down gives the same windows with this padding."""
+        return {"kernel_shape": list(self.kernel), "strides": list(self.stride), "pads": [*self.pad, *self.overhang]}
+
+    def counts(self, axis: int) -> NDArray[np.int64]:
+        """How many positions of each window lie in the image with `pad` on both sides, along an axis."""
+        begins = np.arange(self.out[axis]) * self.stride[axis] - self.pad[axis]
+        return np.minimum(begins + self.kernel[axis], self.size[axis] + self.pad[axis]) - begins
+
+
 @dataclass
 class ExportedLayer:
     """A layer with the names of its bottoms' values, in either format.
@@ -168,6 +208,11 @@ class ExportedLayer:
             raise self.error("its shape depends on the batch in more than one axis; export it with --batch N")
         return shape
 
+    def windows(self, geometry: Any) -> Windows:
+        """The windows of a layer with this geometry."""
+        image, windows = (blob.shape[2:] for blob in (self.bottoms[0], self.tops[0]))
+        return Windows(image, windows, geometry.kernel, geometry.stride, geometry.pad)
+
     def needs_onnx(self, what: str) -> None:
         """Refuse a setting that PyTorch's form does not have.
 
@@ -204,45 +249,6 @@ REDUCE_AXES_ARE_INPUTS, GRID_SAMPLE, LINEAR = 18, 16, 20
 """The first versions of the operators where axes are inputs, with GridSample, and where bilinear is called linear."""
 PARAMETER_NAMES = ["W", "B", "C", "D", "E", "F"]
 """Behind the layer's name, the constants that hold its parameters."""
-
-
-@dataclass(frozen=True)
-class Windows:
-    """The windows of a pooling layer along the spatial axes.
-
-    Args:
-        size: of the image.
-        out: how many windows.
-        kernel: their size.
-        stride: from one to the next.
-        pad: before the image; after it as much counts for the average.
-    """
-
-    size: tuple[int, ...]
-    out: tuple[int, ...]
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    pad: tuple[int, ...]
-
-    @property
-    def overhang(self) -> tuple[int, ...]:
-        """How far the last window reaches beyond the image, 0 where it does not."""
-        return tuple(
-            max((out - 1) * stride + kernel - size - pad, 0)
-            for size, out, kernel, stride, pad in zip(
-                self.size, self.out, self.kernel, self.stride, self.pad, strict=True
-            )
-        )
-
-    @property
-    def attributes(self) -> dict[str, Any]:
-        """Those of ONNX, where rounding down gives the same windows with this padding."""
-        return {"kernel_shape": list(self.kernel), "strides": list(self.stride), "pads": [*self.pad, *self.overhang]}
-
-    def counts(self, axis: int) -> NDArray[np.int64]:
-        """How many positions of each window lie in the image with `pad` on both sides, along an axis."""
-        begins = np.arange(self.out[axis]) * self.stride[axis] - self.pad[axis]
-        return np.minimum(begins + self.kernel[axis], self.size[axis] + self.pad[axis]) - begins
 
 
 @dataclass
@@ -292,11 +298,6 @@ class OnnxLayer(ExportedLayer):
         if operator == "ReduceSum" or self.target.opset >= REDUCE_AXES_ARE_INPUTS:
             return self.add(operator, value, self.ints(*axes), keepdims=int(keepdims))
         return self.add(operator, value, axes=list(axes), keepdims=int(keepdims))
-
-    def windows(self, geometry: Any) -> Windows:
-        """The windows of a layer with this geometry."""
-        image, windows = (blob.shape[2:] for blob in (self.bottoms[0], self.tops[0]))
-        return Windows(image, windows, geometry.kernel, geometry.stride, geometry.pad)
 
     def average(self, value: str, windows: Windows) -> str:
         """Caffe's average of windows, whose divisor counts padding up to `pad` on either side."""

@@ -10,7 +10,6 @@ explicit padding gives the same.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,9 @@ from numpy.typing import NDArray
 
 from caffepy.export.rules import LEAST_EPS, axes_behind, read_beyond_padding, statistics
 from caffepy.formats.proto import caffe_pb2
-from caffepy.layers.batch_norm import BatchNormLayer
-from caffepy.layers.convolution import BaseConvolutionLayer
 from caffepy.layers.detection.boxes import CENTER_SIZE, CORNER
 from caffepy.layers.export_rules import BOOL, FLOAT, INT64, ONNX, OnnxLayer, Windows
 from caffepy.layers.normalization import FEATURE_EPS
-from caffepy.layers.pooling import PoolingLayer
 
 # -- operators of shared rules -------------------------------------------------------------------------
 
@@ -292,28 +288,27 @@ def filter_samples(view: OnnxLayer) -> list[str]:
 @ONNX.exports("BatchNorm", form="BatchNormalization; with use_global_stats: false ReduceMean, Sub, Mul, Add, Sqrt, Div")
 def batch_norm(view: OnnxLayer) -> str:
     layer = view.layer
-    assert isinstance(layer, BatchNormLayer)
     channels = layer.blobs[0].shape[0]
     if len(view.tops) > 1:
         raise view.error("its tops with the batch's statistics cannot be exported; leave them out")
     ends = [view.parameter(index) for index in layer.learned] if layer.scale_bias else []
     if not layer.uses_stored:
-        return _by_batch(view, layer, ends)
+        return _by_batch(view, ends)
     ends = ends or [view.floats(np.ones(channels), "scale"), view.floats(np.zeros(channels), "bias")]
     mean, variance = statistics(layer)
     values = [*ends, view.floats(mean, "mean"), view.floats(variance, "variance")]
     return view.add("BatchNormalization", view.x, *values, epsilon=layer.normalisation().epsilon)
 
 
-def _by_batch(view: OnnxLayer, layer: BatchNormLayer, ends: list[str]) -> str:
+def _by_batch(view: OnnxLayer, ends: list[str]) -> str:
     axes = [axis for axis in range(view.rank) if axis != 1]
     centred = view.add("Sub", view.x, view.reduce("ReduceMean", view.x, axes))
     variance = view.reduce("ReduceMean", view.add("Mul", centred, centred), axes)
-    value = view.add("Div", centred, view.add("Sqrt", view.scaled(variance, 1, layer.normalisation().epsilon)))
+    value = view.add("Div", centred, view.add("Sqrt", view.scaled(variance, 1, view.layer.normalisation().epsilon)))
     shape = (-1, *(1,) * (view.rank - 2))
     if not ends:
         return value
-    scale, bias = (view.parameter(index, shape) for index in layer.learned)
+    scale, bias = (view.parameter(index, shape) for index in view.layer.learned)
     return view.add("Add", view.add("Mul", value, scale), bias)
 
 
@@ -447,73 +442,48 @@ def rnn(view: OnnxLayer) -> list[str]:
 # -- convolution, InnerProduct, pooling, and the priors of SSD -----------------------------------------
 
 
-@ONNX.exports("Convolution", form="Conv; Reshape around it where `axis` is not 1")
-def convolution(view: OnnxLayer) -> list[str]:
-    return _convolve(view, "Conv")
-
-
-@ONNX.exports("Deconvolution", form="ConvTranspose; Reshape around it where `axis` is not 1")
-def deconvolution(view: OnnxLayer) -> list[str]:
-    return _convolve(view, "ConvTranspose")
-
-
 @ONNX.exports("Im2col", form="Conv with a filter for each element of the window")
 def im2col(view: OnnxLayer) -> str:
-    window = _window(view)
-    elements, channels = math.prod(window.kernel), view.bottoms[0].shape[window.axis]
-    one = np.eye(elements, dtype=np.float32).reshape(elements, 1, *window.kernel)
+    kernel, axis = view.layer.geometry.kernel, view.layer.axis
+    elements, channels = math.prod(kernel), view.bottoms[0].shape[axis]
+    one = np.eye(elements, dtype=np.float32).reshape(elements, 1, *kernel)
     filters = view.floats(np.tile(one, (channels, *(1,) * (one.ndim - 1))))
-    result = view.add("Conv", _as_image(view, 0, window), filters, **window.attributes | {"group": channels})
-    return result if window.axis == 1 else view.in_shape_of(result, view.tops[0])
+    result = view.add("Conv", _as_image(view, 0), filters, **_settings(view) | {"group": channels})
+    return result if axis == 1 else view.in_shape_of(result, view.tops[0])
 
 
-@dataclass(frozen=True)
-class _Window:
-    """The axes and settings of a convolution; an image without spatial axes has one pixel."""
-
-    axis: int
-    kernel: tuple[int, ...]
-    attributes: dict[str, Any]
-
-
-def _window(view: OnnxLayer, reads: bool = True) -> _Window:
-    """The settings; `reads`: the windows are read, not written as by Deconvolution."""
-    layer = view.layer
-    assert isinstance(layer, BaseConvolutionLayer)
-    g, end = layer.geometry, list(layer.geometry.pad)
-    if reads:
-        end = [pad + more for pad, more in zip(end, read_beyond_padding(view), strict=True)]
+def _settings(view: OnnxLayer, reads: bool = True) -> dict[str, Any]:
+    """The attributes of a convolution; `reads`: the windows are read, not written as by Deconvolution."""
+    g = view.layer.geometry
+    more = read_beyond_padding(view) if reads else [0] * len(g.pad)
+    end = [pad + own for pad, own in zip(g.pad, more, strict=True)]
     settings = {"kernel_shape": list(g.kernel), "strides": list(g.stride), "pads": [*g.pad, *end]}
-    settings["dilations"] = list(g.dilation)
-    return _Window(layer.axis, g.kernel, {**settings, "group": g.group})
+    return {**settings, "dilations": list(g.dilation), "group": g.group}
 
 
-def _as_image(view: OnnxLayer, index: int, window: _Window) -> str:
-    """A bottom as (N, C, spatial...)."""
-    shape = view.bottoms[index].shape
-    if window.axis == 1 and len(shape) > 2:
+def _as_image(view: OnnxLayer, index: int) -> str:
+    """A bottom as (N, C, spatial...); an image without spatial axes has one pixel."""
+    shape, axis = view.bottoms[index].shape, view.layer.axis
+    has_axes = bool(view.layer.geometry.kernel) and len(shape) > 2
+    if axis == 1 and has_axes:
         return view.inputs[index]
-    return view.reshaped(view.inputs[index], (-1, *(shape[window.axis :] if len(shape) > 2 else (shape[-1], 1))))
+    return view.reshaped(view.inputs[index], (-1, *(shape[axis:] if has_axes else (shape[-1], 1))))
 
 
 def _convolve(view: OnnxLayer, operator: str) -> list[str]:
-    window, layer = _window(view, operator == "Conv"), view.layer
-    spatial = len(window.kernel)
+    layer, spatial = view.layer, bool(view.layer.geometry.kernel)
     weights = view.parameter(0, None if spatial else (*layer.blobs[0].shape, 1))
     parameters = [weights, *(view.parameter(index) for index in range(1, len(layer.blobs)))]
-    attributes = window.attributes if spatial else {"group": window.attributes["group"]}
-    tops = []
-    for index, top in enumerate(view.tops):
-        value = _as_vector_image(view, index, window) if not spatial else _as_image(view, index, window)
-        value = view.add(operator, value, *parameters, **attributes)
-        tops.append(value if window.axis == 1 and spatial else view.in_shape_of(value, top))
-    return tops
+    settings = _settings(view, operator == "Conv") if spatial else {"group": layer.geometry.group}
+    values = (view.add(operator, _as_image(view, index), *parameters, **settings) for index in range(len(view.tops)))
+    whole = layer.axis == 1 and spatial
+    return [value if whole else view.in_shape_of(value, top) for value, top in zip(values, view.tops, strict=True)]
 
 
-def _as_vector_image(view: OnnxLayer, index: int, window: _Window) -> str:
-    """A bottom without spatial axes as (N, C, 1)."""
-    return view.reshaped(view.inputs[index], (-1, view.bottoms[index].shape[window.axis], 1))
-
+ONNX.exports("Convolution", form="Conv; Reshape around it where `axis` is not 1")(lambda view: _convolve(view, "Conv"))
+ONNX.exports("Deconvolution", form="ConvTranspose; Reshape around it where `axis` is not 1")(
+    lambda view: _convolve(view, "ConvTranspose")
+)
 
 _Pool = caffe_pb2.PoolingParameter
 
@@ -522,9 +492,7 @@ _Pool = caffe_pb2.PoolingParameter
     "Pooling", form="MaxPool, AveragePool, with Mul where the divisors differ; global ones; STOCHASTIC as ratio"
 )
 def pooling(view: OnnxLayer) -> str | list[str]:
-    param, layer = view.param.pooling_param, view.layer
-    assert isinstance(layer, PoolingLayer)
-    windows = view.windows(layer.geometry)
+    param, windows = view.param.pooling_param, view.windows(view.layer.geometry)
     if param.pool == _Pool.MAX:
         return _maximum(view, windows)
     if param.pool == _Pool.AVE:

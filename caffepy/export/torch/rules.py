@@ -14,11 +14,7 @@ from numpy.typing import NDArray
 
 from caffepy.export.rules import LEAST_EPS, axes_behind, read_beyond_padding, statistics
 from caffepy.formats.proto import caffe_pb2
-from caffepy.layers.batch_norm import BatchNormLayer
-from caffepy.layers.convolution import BaseConvolutionLayer
-from caffepy.layers.detection.prior_box import PriorBoxLayer
 from caffepy.layers.export_rules import INT64, TORCH, TorchLayer, affine, call, number, numbers, pair
-from caffepy.layers.pooling import PoolingLayer
 
 # -- operators of shared rules -------------------------------------------------------------------------
 
@@ -49,10 +45,10 @@ def _mean_variance(code: TorchLayer, x: str, axes: tuple[int, ...], eps: float, 
 
 
 def _linear(code: TorchLayer, x: str, weights: NDArray[np.float32], axis: int) -> str:
-    param = code.param.inner_product_param
-    weights = weights.T if param.transpose else weights
-    constructor = call("nn.Linear", weights.shape[1], weights.shape[0], bias=None if param.bias_term else False)
-    parameters = {"weight": weights} | ({"bias": code.weights(1)} if param.bias_term else {})
+    weights = weights.T if code.param.inner_product_param.transpose else weights
+    parameters = _parameters(code, weights)
+    bias = None if "bias" in parameters else False
+    constructor = call("nn.Linear", weights.shape[1], weights.shape[0], bias=bias)
     return code.apply(constructor, x if code.rank == axis + 1 else f"{x}.flatten({axis})", **parameters)
 
 
@@ -129,7 +125,6 @@ def prelu(code: TorchLayer) -> str:
 @TORCH.exports("PriorBox", form="a class")
 def prior_box(code: TorchLayer) -> str:
     layer, param = code.layer, code.param.prior_box_param
-    assert isinstance(layer, PriorBoxLayer)
     if param.denser_prior_boxes:
         code.needs_onnx("denser_prior_boxes")
     settings = {
@@ -195,10 +190,9 @@ def filter_samples(code: TorchLayer) -> list[str]:
     return [f"{name}[{code.inputs[-1]}.flatten().long() != 0]" for name in code.inputs[:-1]]
 
 
-@TORCH.exports("Parameter", form="a class")
-def parameter(code: TorchLayer) -> str:
-    return f"{code.submodule(call('Constant', *code.layer.blobs[0].shape), weight=code.weights(0))}()"
-
+TORCH.exports("Parameter", form="a class")(
+    lambda code: f"{code.submodule(call('Constant', *code.layer.blobs[0].shape), weight=code.weights(0))}()"
+)
 
 # -- normalization -------------------------------------------------------------------------------------
 
@@ -206,16 +200,13 @@ def parameter(code: TorchLayer) -> str:
 @TORCH.exports("BatchNorm", form="nn.BatchNorm1d, BatchNorm2d or BatchNorm3d, together with a Scale behind it")
 def batch_norm(code: TorchLayer) -> str:
     layer = code.layer
-    assert isinstance(layer, BatchNormLayer)
     if len(code.tops) > 1:
         code.needs_onnx("a top with the batch's statistics")
     if not 2 <= code.rank <= 5:
         code.needs_onnx(f"a bottom of {code.rank} axes")
     parameters: dict[str, NDArray[Any]] = {}
     if layer.scale_bias:
-        parameters = {
-            key: code.weights(index).ravel() for key, index in zip(("weight", "bias"), layer.learned, strict=True)
-        }
+        parameters = dict(zip(("weight", "bias"), (code.weights(i).ravel() for i in layer.learned), strict=True))
     elif code.merged is not None:
         values = [np.asarray(blob.host_data(), np.float32) for blob in code.merged.blobs]
         parameters = {"weight": values[0], "bias": values[1] if len(values) > 1 else np.zeros_like(values[0])}
@@ -259,17 +250,7 @@ def normalize(code: TorchLayer) -> str:
 # -- recurrent layers ----------------------------------------------------------------------------------
 
 
-@TORCH.exports("LSTM", form="a class; the states begin at 0")
-def lstm(code: TorchLayer) -> str:
-    return _recurrent(code, "LSTM", ("hidden.weight",))
-
-
-@TORCH.exports("RNN", form="a class; the state begins at 0")
-def rnn(code: TorchLayer) -> str:
-    return _recurrent(code, "RNN", ("hidden.weight", "output.weight", "output.bias"))
-
-
-def _recurrent(code: TorchLayer, name: str, own: tuple[str, ...]) -> str:
+def _recurrent(code: TorchLayer, *own: str) -> str:
     param, blobs = code.param.recurrent_param, code.layer.blobs
     if param.expose_hidden:
         code.needs_onnx("expose_hidden")
@@ -277,7 +258,14 @@ def _recurrent(code: TorchLayer, name: str, own: tuple[str, ...]) -> str:
     keys = ["input.weight", "input.bias", *["static.weight"] * has_static, *own]
     parameters = {key: code.weights(index) for index, key in enumerate(keys)}
     static = blobs[2].shape[1] if has_static else None
-    return code.apply(call(name, blobs[0].shape[1], param.num_output, static_inputs=static), *code.inputs, **parameters)
+    constructor = call(code.layer.type, blobs[0].shape[1], param.num_output, static_inputs=static)
+    return code.apply(constructor, *code.inputs, **parameters)
+
+
+TORCH.exports("LSTM", form="a class; the states begin at 0")(lambda code: _recurrent(code, "hidden.weight"))
+TORCH.exports("RNN", form="a class; the state begins at 0")(
+    lambda code: _recurrent(code, "hidden.weight", "output.weight", "output.bias")
+)
 
 
 # -- convolution and InnerProduct ----------------------------------------------------------------------
@@ -287,8 +275,12 @@ _Pool = caffe_pb2.PoolingParameter
 
 @TORCH.exports("Convolution", form="nn.Conv1d, Conv2d or Conv3d")
 def convolution(code: TorchLayer) -> list[str]:
-    code.inputs = [_widened(code, value) for value in code.inputs]
-    return _convolve(code, "nn.Conv", code.layer.blobs[0].shape[0])
+    return _convolve(code, "nn.Conv", [_widened(code, value) for value in code.inputs])
+
+
+@TORCH.exports("Deconvolution", form="nn.ConvTranspose1d, ConvTranspose2d or ConvTranspose3d")
+def deconvolution(code: TorchLayer) -> list[str]:
+    return _convolve(code, "nn.ConvTranspose", code.inputs)
 
 
 def _widened(code: TorchLayer, value: str) -> str:
@@ -297,45 +289,37 @@ def _widened(code: TorchLayer, value: str) -> str:
     return f"F.pad({value}, ({', '.join(f'0, {size}' for size in reversed(more))}))" if any(more) else value
 
 
-@TORCH.exports("Deconvolution", form="nn.ConvTranspose1d, ConvTranspose2d or ConvTranspose3d")
-def deconvolution(code: TorchLayer) -> list[str]:
-    layer = code.layer
-    assert isinstance(layer, BaseConvolutionLayer)
-    return _convolve(code, "nn.ConvTranspose", layer.blobs[0].shape[1] * layer.geometry.group)
-
-
-def _convolve(code: TorchLayer, kind: str, outputs: int) -> list[str]:
-    layer = code.layer
-    assert isinstance(layer, BaseConvolutionLayer)
-    g = layer.geometry
-    axes = len(g.kernel)
-    if layer.axis != 1 or not 1 <= axes <= 3:
-        code.needs_onnx(f"axis {layer.axis} with {axes} spatial axes")
+def _convolve(code: TorchLayer, kind: str, inputs: list[str]) -> list[str]:
+    g = code.layer.geometry
+    axes, parameters = len(g.kernel), _parameters(code, code.weights(0))
+    if code.layer.axis != 1 or not 1 <= axes <= 3:
+        code.needs_onnx(f"axis {code.layer.axis} with {axes} spatial axes")
     kernel, stride, pad, dilation = (pair(values) for values in (g.kernel, g.stride, g.pad, g.dilation))
-    has_bias = len(layer.blobs) > 1
     constructor = call(
         f"{kind}{axes}d",
         code.bottoms[0].shape[1],
-        outputs,
+        code.tops[0].shape[1],
         kernel,
         stride=None if stride == "1" else stride,
         padding=None if pad == "0" else pad,
         dilation=None if dilation == "1" else dilation,
         groups=None if g.group == 1 else g.group,
-        bias=None if has_bias else False,
+        bias=None if "bias" in parameters else False,
     )
-    parameters = {"weight": code.weights(0)} | ({"bias": code.weights(1)} if has_bias else {})
     name = code.submodule(constructor, **parameters)
-    return [f"{name}({value})" for value in code.inputs]
+    return [f"{name}({value})" for value in inputs]
+
+
+def _parameters(code: TorchLayer, weight: NDArray[np.float32]) -> dict[str, NDArray[np.float32]]:
+    """A weight, and the second parameter as bias if there is one."""
+    return {"weight": weight} | ({"bias": code.weights(1)} if len(code.layer.blobs) > 1 else {})
 
 
 @TORCH.exports("Im2col", form="F.unfold")
 def im2col(code: TorchLayer) -> str:
-    layer = code.layer
-    assert isinstance(layer, BaseConvolutionLayer)
-    g = layer.geometry
-    if layer.axis != 1 or len(g.kernel) != 2:
-        code.needs_onnx(f"axis {layer.axis} with {len(g.kernel)} spatial axes")
+    g = code.layer.geometry
+    if code.layer.axis != 1 or len(g.kernel) != 2:
+        code.needs_onnx(f"axis {code.layer.axis} with {len(g.kernel)} spatial axes")
     sizes = ", ".join(pair(values) for values in (g.kernel, g.dilation, g.pad, g.stride))
     return f"F.unfold({_widened(code, code.x)}, {sizes}).unflatten(2, {code.tops[0].shape[2:]})"
 
@@ -349,9 +333,7 @@ def im2col(code: TorchLayer) -> str:
     "and for a mask",
 )
 def pooling(code: TorchLayer) -> str:
-    param, layer = code.param.pooling_param, code.layer
-    assert isinstance(layer, PoolingLayer)
-    g = layer.geometry
+    param, g = code.param.pooling_param, code.layer.geometry
     if param.global_pooling and param.pool != _Pool.STOCHASTIC and len(code.tops) == 1:
         return code.apply("nn.AdaptiveMaxPool2d(1)" if param.pool == _Pool.MAX else "nn.AdaptiveAvgPool2d(1)")
     kernel, stride = pair(g.kernel), pair(g.stride)
@@ -361,11 +343,8 @@ def pooling(code: TorchLayer) -> str:
         return _padded(code)
     pad, rounds_up = pair(g.pad) if any(g.pad) else None, True if _rounds_up(param) else None
     settings = {"stride": stride, "padding": pad, "ceil_mode": rounds_up}
-    if param.pool == _Pool.AVE:
-        return code.apply(call("nn.AvgPool2d", kernel, **settings))
-    if len(code.tops) == 1:
-        return code.apply(call("nn.MaxPool2d", kernel, **settings))
-    return code.apply(call("MaxPoolWithMask", kernel, **settings))
+    kind = "nn.MaxPool2d" if len(code.tops) == 1 else "MaxPoolWithMask"
+    return code.apply(call("nn.AvgPool2d" if param.pool == _Pool.AVE else kind, kernel, **settings))
 
 
 def _rounds_up(param: caffe_pb2.PoolingParameter) -> bool:
@@ -374,14 +353,11 @@ def _rounds_up(param: caffe_pb2.PoolingParameter) -> bool:
 
 def _padded(code: TorchLayer) -> str:
     """Pooling with more padding than half of the window, which PyTorch's modules refuse."""
-    layer = code.layer
-    assert isinstance(layer, PoolingLayer)
-    g = layer.geometry
+    windows = code.windows(code.layer.geometry)
+    kernel, stride, pad = pair(windows.kernel), pair(windows.stride), windows.pad
     if len(code.tops) > 1:
         code.needs_onnx("a mask beside a pad of more than half of the kernel")
-    sizes = zip(code.bottoms[0].shape[2:], code.tops[0].shape[2:], g.kernel, g.stride, g.pad, strict=True)
-    after = tuple((out - 1) * stride + kernel - size - pad for size, out, kernel, stride, pad in sizes)
     if code.param.pooling_param.pool == _Pool.MAX:
-        return code.apply(call("MaxPool", pair(g.kernel), stride=pair(g.stride), before=g.pad, after=after))
-    beyond = tuple(max(end - pad, 0) for end, pad in zip(after, g.pad, strict=True))
-    return code.apply(call("AveragePool", pair(g.kernel), stride=pair(g.stride), pad=g.pad, beyond=beyond))
+        return code.apply(call("MaxPool", kernel, stride=stride, before=pad, after=windows.after))
+    beyond = tuple(max(end - own, 0) for end, own in zip(windows.after, pad, strict=True))
+    return code.apply(call("AveragePool", kernel, stride=stride, pad=pad, beyond=beyond))

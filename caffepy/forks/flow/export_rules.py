@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,11 +26,10 @@ def exp_max(view: OnnxLayer) -> str:
 
 @ONNX.exports("Mean", form="Mul, Add", composite=True)
 def mean(view: OnnxLayer) -> list[str]:
-    layer: Any = view.layer
     results = []
     for index, value in enumerate(view.inputs):
-        term = layer.terms(index)[:1]
-        results.append(view.add("Add", view.scaled(value, layer.slope()), view.floats(term)))
+        term = view.layer.terms(index)[:1]
+        results.append(view.add("Add", view.scaled(value, view.layer.slope()), view.floats(term)))
     return results
 
 
@@ -42,8 +40,7 @@ def mean(view: OnnxLayer) -> list[str]:
     "Correlation", "Correlation1D", form="for each displacement Slice, Mul, ReduceMean; Concat", composite=True
 )
 def correlation(view: OnnxLayer) -> str:
-    layer: Any = view.layer
-    window = layer.window
+    window = view.layer.window
     sizes, spans = view.bottoms[0].shape[2:], view.tops[0].shape[2:]
     reach = [(span - 1) * window.stride + window.kernel for span in spans]
     shifts = [[first + k * window.step for k in range(n)] for first, n in zip(window.first, window.count, strict=True)]
@@ -130,11 +127,10 @@ def grid(view: OnnxLayer) -> str:
 
 def resized(view: OnnxLayer, value: str) -> str:
     """A value times the matrices of both axes."""
-    layer: Any = view.layer
     (height, width), (rows, columns) = view.bottoms[0].shape[2:], view.tops[0].shape[2:]
     matrices = []
     for sizes in ((height, rows, width, columns), (width, columns, height, rows)):
-        places, weights = layer.taps(*sizes)
+        places, weights = view.layer.taps(*sizes)
         matrix = np.zeros((sizes[1], sizes[0]), np.float64)
         np.add.at(matrix, (np.arange(sizes[1])[:, None], places), weights)
         matrices.append(matrix)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from caffepy.forks.video.convolution3d import Pooling3DLayer
 from caffepy.layers.export_rules import ONNX, TORCH, OnnxLayer, TorchLayer, call, exports, pair
 
 exports("Convolution3D", onnx="Conv; Reshape around it where `axis` is not 1", torch="nn.Conv1d, Conv2d or Conv3d")(
@@ -17,21 +16,17 @@ exports(
 
 @ONNX.exports("Pooling3D", form="MaxPool, AveragePool, with Mul where the divisors differ")
 def onnx_pooling_of_clips(view: OnnxLayer) -> str:
-    layer = view.layer
-    assert isinstance(layer, Pooling3DLayer)
-    windows = view.windows(layer.geometry)
-    if layer.is_max:
+    windows = view.windows(view.layer.geometry)
+    if view.layer.is_max:
         return view.add("MaxPool", view.x, **windows.attributes)
     return view.average(view.x, windows)
 
 
 @TORCH.exports("Pooling3D", form="nn.MaxPool3d, nn.AvgPool3d")
 def torch_pooling_of_clips(code: TorchLayer) -> str:
-    layer = code.layer
-    assert isinstance(layer, Pooling3DLayer)
-    g = layer.geometry
+    g = code.layer.geometry
     if any(2 * pad > size for pad, size in zip(g.pad, g.kernel, strict=True)):
         code.needs_onnx("a pad of more than half of the kernel")
     pad = pair(g.pad) if any(g.pad) else None
-    name = "nn.MaxPool3d" if layer.is_max else "nn.AvgPool3d"
+    name = "nn.MaxPool3d" if code.layer.is_max else "nn.AvgPool3d"
     return code.apply(call(name, pair(g.kernel), stride=pair(g.stride), padding=pad, ceil_mode=True))
