@@ -13,15 +13,13 @@ from google.protobuf.descriptor import Descriptor
 
 from caffepy.cli.main import build_parser
 from caffepy.export.onnx import rules as onnx_rules
-from caffepy.export.onnx.graph import FORMS
 from caffepy.export.onnx_import import rules as import_rules
 from caffepy.export.onnx_import.graph import IMPORTED_AS
 from caffepy.export.torch import rules as torch_rules
-from caffepy.export.torch.code import FORMS as TORCH_FORMS
 from caffepy.formats.fields import NO_MEANING, REFUSED
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers import Layer, layer_class
-from caffepy.layers.export_rules import import_families
+from caffepy.layers.export_rules import ONNX, TORCH, import_families
 from caffepy.layers.known_types import OF_BOTH, OF_BVLC, OF_NVIDIA
 from caffepy.layers.layer import LAYERS, import_layer_types
 from caffepy.training.options import TrainOptions
@@ -334,7 +332,7 @@ def module_source(cls: type[Layer]) -> str:
 def onnx_page() -> str:
     """The text of docs/how-to/onnx.md."""
     import_families()
-    rows = [f"| {name} | {FORMS[name]} |" for name in sorted(FORMS, key=lambda name: (name.lower(), name))]
+    rows = [f"| {name} | {ONNX.forms[name]} |" for name in sorted(ONNX.forms, key=lambda name: (name.lower(), name))]
     back = [f"| {name} | {IMPORTED_AS[name]} |" for name in sorted(IMPORTED_AS, key=str.lower)]
     return "\n".join(
         [
@@ -354,8 +352,8 @@ def onnx_page() -> str:
 def leave_caffe_page() -> str:
     """The text of docs/how-to/leave-caffe.md."""
     import_families()
-    names = sorted(TORCH_FORMS, key=lambda name: (name.lower(), name))
-    rows = [f"| {name} | {TORCH_FORMS[name]} |" for name in names]
+    names = sorted(TORCH.forms, key=lambda name: (name.lower(), name))
+    rows = [f"| {name} | {TORCH.forms[name]} |" for name in names]
     return "\n".join([_HEAD_OF_LEAVE_CAFFE, "| layer type | PyTorch |", "|---|---|", *rows, ""])
 
 

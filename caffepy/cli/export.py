@@ -47,7 +47,7 @@ written: 1e-4 for ONNX, 1e-5 for PyTorch.
 TARGETS = {".onnx": "onnx", ".py": "torch", ".safetensors": "weights", ".caffemodel": "weights", ".h5": "weights"}
 """What --to is by default, by the suffix of OUT."""
 OPSETS = (13, 17, 21)
-"""Oldest, default and newest operator version, as in caffepy.export.onnx.graph, which needs onnx."""
+"""Oldest, default and newest operator version, as in caffepy.export.onnx.write, which needs onnx."""
 HALF_LIMIT = 0.01
 """Tolerance of the outputs with float16 weights, relative to the output's largest absolute value."""
 

@@ -167,13 +167,12 @@ class _Part:
 
     def __init__(self, net: Net) -> None:
         from caffepy.export.onnx import rules
-        from caffepy.export.onnx.graph import EXPORTERS
-        from caffepy.layers.export_rules import import_families
+        from caffepy.layers.export_rules import ONNX, import_families
 
         _ = rules  # its functions register themselves
         import_families(layer.type for layer in net.layers)
         self._net = net
-        self._known = EXPORTERS
+        self._known = ONNX.functions
         self._origin: dict[Blob, Blob] = {}
         for node in net.nodes:
             if node.layer.type == "Split":

@@ -350,46 +350,15 @@ UNTRIED = {
 }
 """Fields that act and are in no template, with the reason."""
 
-IN_PLACE = {
-    "AbsVal",
-    "BNLL",
-    "BatchNorm",
-    "BN",
-    "Bias",
-    "Clip",
-    "Dropout",
-    "ELU",
-    "HardSwish",
-    "Mish",
-    "PReLU",
-    "Power",
-    "ReLU",
-    "ReLU6",
-    "Scale",
-    "SeLU",
-    "SeLu",
-    "SeLUDropout",
-    "SeLuDropout",
-    "Sigmoid",
-    "Softmax",
-    "Swish",
-    "TanH",
-}
+_IN_PLACE = """
+    AbsVal BNLL BatchNorm BN Bias Clip Dropout ELU HardSwish Mish PReLU Power ReLU ReLU6 Scale SeLU SeLu SeLUDropout
+    SeLuDropout Sigmoid Softmax Swish TanH
+"""
+_LEAPING = """
+    ArgMax DetectionOutput ROIPooling Threshold FlowWarp Warp SpatialTransformer Filter Axpy Downsample PriorBox
+    Grid Silence BatchReindex
+"""
+IN_PLACE = set(_IN_PLACE.split())
 """Types that may work in place."""
-LEAPING = {
-    "ArgMax",
-    "DetectionOutput",
-    "ROIPooling",
-    "Threshold",
-    "FlowWarp",
-    "Warp",
-    "SpatialTransformer",
-    "Filter",
-    "Axpy",
-    "Downsample",
-    "PriorBox",
-    "Grid",
-    "Silence",
-    "BatchReindex",
-}
+LEAPING = set(_LEAPING.split())
 """Types with bottoms or tops that no other layer shares: a small difference before them may be a large one behind."""

@@ -31,10 +31,9 @@ from caffepy.export.onnx.check import compare, larger_batch, random_inputs, run_
 from caffepy.export.onnx.libraries import run_model
 from caffepy.export.onnx.prepare import Settings, build, fold_batch_norms, inference_net, varying_axes, with_parameters
 from caffepy.export.onnx.write import serialised, to_model
-from caffepy.export.torch.code import EXPORTERS
 from caffepy.export.torch.write import run_exported
 from caffepy.formats.proto import caffe_pb2
-from caffepy.layers.export_rules import import_families
+from caffepy.layers.export_rules import TORCH, import_families
 from caffepy.net import Net
 
 Arrays = dict[str, np.ndarray]
@@ -69,7 +68,7 @@ class ExportNet(RandomNet):
         super().__init__(seed)
         import_families()
         self._open: list[Stem] = []
-        kinds = list(only or (TEMPLATES if seed % 2 else [kind for kind in TEMPLATES if kind in EXPORTERS]))
+        kinds = list(only or (TEMPLATES if seed % 2 else [kind for kind in TEMPLATES if kind in TORCH.functions]))
         for _ in range(self._random.randint(1, 7)):
             for _ in range(TRIES):
                 if self._add(self._random.choice(kinds)):

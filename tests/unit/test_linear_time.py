@@ -16,9 +16,9 @@ from onnx import TensorProto, helper
 from caffepy.backend.meta import MetaBackend
 from caffepy.data.conversion.annotation_sets import create_label_map, read_boxes, read_label_map
 from caffepy.errors import CaffepyError
-from caffepy.export.onnx.graph import Graph
+from caffepy.export.onnx.write import Graph
 from caffepy.export.onnx_import.read import read_onnx
-from caffepy.export.torch.code import Names
+from caffepy.export.torch.write import Names
 from caffepy.formats.assign import assign
 from caffepy.formats.load import read_solver
 from caffepy.formats.paths import PathResolver

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import onnx
 from google.protobuf import text_format
-from onnx import ModelProto, TensorProto, ValueInfoProto, helper, numpy_helper
+from numpy.typing import NDArray
+from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from caffepy.errors import ConfigError
+from caffepy.export.lowering import Lowering, Varying
 from caffepy.export.onnx import rules
-from caffepy.export.onnx.graph import COMPOSITES, DEFAULT, EXPORTERS, NEWEST, OLDEST, PARAMETER_NAMES, Graph, LayerView
 from caffepy.export.onnx.prepare import as_half
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.blob import Blob
-from caffepy.layers.export_rules import import_families
+from caffepy.layers.export_rules import ONNX, PARAMETER_NAMES, OnnxLayer
 from caffepy.net import Net
 from caffepy.net.graph import Node
 from caffepy.version import __version__
 
 _ = rules  # its functions register themselves
 
+OLDEST, DEFAULT, NEWEST = 13, 17, 21
+"""Versions of ONNX's operators that can be written."""
 LARGEST_MODEL = 2**31 - 1
 """Bytes that protobuf can hold."""
 LEAST_HALF = 16
@@ -30,7 +35,51 @@ LEAST_HALF = 16
 COMPOSITE_KEY = "caffepy.layer."
 """Before a layer's name, a key of the model's metadata: what a layer was that became several nodes."""
 
-Varying = Mapping[str, Sequence[bool]]
+
+@dataclass
+class Graph:
+    """Nodes and constants.
+
+    Args:
+        opset: the version of the operators.
+    """
+
+    opset: int = DEFAULT
+    nodes: list[NodeProto] = field(default_factory=list)
+    constants: dict[str, TensorProto] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
+    numbers: dict[str, int] = field(default_factory=dict)
+    """The next number behind each name that `new_name` has given."""
+
+    def new_name(self, wanted: str) -> str:
+        """A name of a value or node that nothing has yet."""
+        name, number = wanted, self.numbers.get(wanted, 1)
+        while name in self.names:
+            name, number = f"{wanted}_{number}", number + 1
+        self.names.add(name)
+        self.numbers[wanted] = number
+        return name
+
+    def constant(self, values: NDArray[Any], wanted: str) -> str:
+        """A constant's name."""
+        name = self.new_name(wanted)
+        self.constants[name] = numpy_helper.from_array(np.ascontiguousarray(values).reshape(values.shape), name)
+        return name
+
+    def add(self, where: str, operator: str, inputs: Sequence[str], count: int = 1, **attributes: Any) -> list[str]:
+        """A node of a layer; its outputs' names."""
+        name = self.new_name(f"{where}/{operator}")
+        outputs = [self.new_name(f"{name}:{index}" if count > 1 else f"{name}:") for index in range(count)]
+        self.nodes.append(helper.make_node(operator, list(inputs), outputs, name=name, **attributes))
+        return outputs
+
+    def rename(self, first: int, old: str, new: str) -> None:
+        """Give a value that a node from number `first` on makes another name."""
+        for node in self.nodes[first:]:
+            for names in (node.input, node.output):
+                for index, name in enumerate(names):
+                    if name == old:
+                        names[index] = new
 
 
 def to_model(net: Net, opset: int = DEFAULT, varying: Varying | None = None, half: bool = False) -> ModelProto:
@@ -39,7 +88,7 @@ def to_model(net: Net, opset: int = DEFAULT, varying: Varying | None = None, hal
     Args:
         net: in phase TEST, with its weights, on a backend that holds values.
         opset: the version of the operators.
-        varying: of each blob's axes whether their size follows the batch; None: the batch is the net's.
+        varying: see `Varying`; None: the batch is the net's.
         half: store parameters that float16 holds exactly as float16, each with a Cast to float32.
 
     Raises:
@@ -47,11 +96,8 @@ def to_model(net: Net, opset: int = DEFAULT, varying: Varying | None = None, hal
     """
     if not OLDEST <= opset <= NEWEST:
         raise ConfigError(f"opset is {opset}; {OLDEST} to {NEWEST} can be written")
-    import_families(layer.type for layer in net.layers)
-    _refuse_missing(net)
-    writer = _Writer(net, Graph(opset), varying or {})
-    for node in net.nodes:
-        writer.add(node)
+    writer = _Writer(net, Graph(opset), varying)
+    writer.add_layers()
     if half:
         _store_as_half(writer.graph)
     return writer.model()
@@ -81,17 +127,7 @@ def serialised(model: ModelProto) -> bytes:
     return bytes(model.SerializeToString())
 
 
-def _refuse_missing(net: Net) -> None:
-    missing = [layer for layer in net.layers if layer.type not in EXPORTERS and layer.type != "Input"]
-    if missing:
-        named = ", ".join(f"'{layer.name}' ({layer.type})" for layer in missing)
-        raise ConfigError(
-            f"{len(missing)} of the net's layers have no ONNX form: {named}; docs/how-to/onnx.md lists the types that "
-            "have one"
-        )
-
-
-class _Writer:
+class _Writer(Lowering):
     """A graph while it grows, layer by layer.
 
     Args:
@@ -100,56 +136,48 @@ class _Writer:
         varying: see `to_model`.
     """
 
-    def __init__(self, net: Net, graph: Graph, varying: Varying) -> None:
-        self.net, self.graph, self.varying = net, graph, varying
-        self.values: dict[Blob, str] = {}
-        """The value that each blob has by now."""
+    def __init__(self, net: Net, graph: Graph, varying: Varying | None) -> None:
+        super().__init__(net, ONNX, varying)
+        self.graph = graph
         self.last = {top: node for node in net.nodes for top in node.tops}
         """Which layer writes each blob last."""
-        self.inputs: list[ValueInfoProto] = []
+        self.infos: list[ValueInfoProto] = []
+        """Of the inputs."""
         self.metadata: dict[str, str] = {}
         self.resized: set[Blob] = set()
         """Blobs whose shape depends on numbers."""
         self.graph.names |= set(net.blobs)
         inputs = [top for node in net.nodes if node.layer.type == "Input" for top in node.tops]
-        sizes = {top.shape[axis] for top in inputs for axis, one in enumerate(varying.get(top.name, ())) if one}
+        sizes = {top.shape[axis] for top in inputs for axis, one in enumerate(self.varying.get(top.name, ())) if one}
         self.batch = sizes.pop() if len(sizes) == 1 else -1
         """The size that is called N in shapes; -1: inputs have several."""
 
-    def add(self, node: Node) -> None:
+    def input_name(self, top: Blob) -> str:
+        """The blob's own name."""
+        self.infos.append(self._info(top, top.name))
+        return top.name
+
+    def add(self, index: int, node: Node, inputs: list[str]) -> None:
         """Add a layer."""
-        if node.layer.type == "Input":
-            self._add_inputs(node)
-            return
         first = len(self.graph.nodes)
-        inputs = [self.values[bottom] for bottom in node.bottoms]
-        view = LayerView(self.graph, node.layer, inputs, node.bottoms, node.tops, self.varying)
-        found = EXPORTERS.get(node.layer.type)(view)
+        found = ONNX.functions.get(node.layer.type)(
+            OnnxLayer(self.graph, node.layer, inputs, node.bottoms, node.tops, self.varying)
+        )
         results = [found] if isinstance(found, str) else list(found or ())
         made = {output for one in self.graph.nodes[first:] for output in one.output}
         for top, value in zip(node.tops, results, strict=True):
             self.values[top] = self._named(node, top, value, first) if value in made else value
-        self.resized |= self._resized(node)
-        if node.layer.type in COMPOSITES:
+        if node.layer.changes_shapes or not self.resized.isdisjoint(node.bottoms):
+            self.resized |= set(node.tops)
+        if node.layer.type in ONNX.composites:
             self._describe(node, inputs, first)
-
-    def _add_inputs(self, node: Node) -> None:
-        read = {bottom for other in self.net.nodes for bottom in other.bottoms}
-        for top in node.tops:
-            if top in read:
-                self.values[top] = top.name
-                self.inputs.append(self._info(top, top.name))
 
     def _named(self, node: Node, top: Blob, value: str, first: int) -> str:
         """A value under its blob's name, or where a later layer works in place under one with the layer's."""
-        taken = self.last[top] is not node or top.name in (info.name for info in self.inputs)
+        taken = self.last[top] is not node or top.name in self.inputs.values()
         name = self.graph.new_name(f"{top.name}/{node.layer.name}") if taken else top.name
         self.graph.rename(first, value, name)
         return name
-
-    def _resized(self, node: Node) -> set[Blob]:
-        changes = node.layer.changes_shapes or any(bottom in self.resized for bottom in node.bottoms)
-        return set(node.tops) if changes else set()
 
     def _describe(self, node: Node, inputs: list[str], first: int) -> None:
         """Note what a layer was that became the nodes from number `first` on, so that it can be read back."""
@@ -176,27 +204,19 @@ class _Writer:
                 shape[axis] = "N" if one else size
         return helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
 
-    def _outputs(self) -> list[ValueInfoProto]:
-        infos = []
-        for name, blob in self.net.outputs.items():
-            if blob not in self.values:
-                continue
-            if self.values[blob] != name:  # the value of another blob, or an input changed in place
-                taken = name in (info.name for info in self.inputs)
-                output = self.graph.new_name(f"{name}/output") if taken else name
-                self.graph.nodes.append(helper.make_node("Identity", [self.values[blob]], [output], name=output))
-                infos.append(self._info(blob, output))
-            else:
-                infos.append(self._info(blob, name))
-        return infos
+    def _output(self, name: str, blob: Blob) -> ValueInfoProto:
+        if self.values[blob] == name:
+            return self._info(blob, name)
+        # The value of another blob, or an input changed in place.
+        output = self.graph.new_name(f"{name}/output") if name in self.inputs.values() else name
+        self.graph.nodes.append(helper.make_node("Identity", [self.values[blob]], [output], name=output))
+        return self._info(blob, output)
 
     def model(self) -> ModelProto:
         """The whole model."""
-        outputs = self._outputs()
-        if not outputs:
-            raise ConfigError(f"net '{self.net.name}' has no output: layers read each of its blobs")
+        outputs = [self._output(name, blob) for name, blob in self.outputs().items()]
         graph = helper.make_graph(
-            self.graph.nodes, self.net.name or "net", self.inputs, outputs, list(self.graph.constants.values())
+            self.graph.nodes, self.net.name or "net", self.infos, outputs, list(self.graph.constants.values())
         )
         version = helper.make_opsetid("", self.graph.opset)
         model = helper.make_model(

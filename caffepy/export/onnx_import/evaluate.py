@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from onnx import TensorProto, helper
 
 from caffepy.export.onnx_import.graph import Array, NodeView, UnsupportedError
 from caffepy.export.onnx_import.model import to_array
+from caffepy.export.onnx_import.rules import slice_settings
 from caffepy.utils.registry import Registry
 
 MAX_ELEMENTS = 2**26
@@ -110,8 +112,6 @@ def power(view: NodeView, values: list[Array]) -> Array:
 def constant(view: NodeView, values: list[Array]) -> Array:
     for one in view.node.attribute:
         if one.name == "value":
-            from pathlib import Path
-
             return to_array(one.t, Path("model"))
         if one.name in ("value_float", "value_floats"):
             return np.asarray(helper.get_attribute_value(one), np.float32)
@@ -160,15 +160,8 @@ def change_axes(view: NodeView, values: list[Array]) -> Array:
 
 @evaluates("Slice")
 def cut(view: NodeView, values: list[Array]) -> Array:
-    if len(values) < 3:
-        begins, ends = view.numbers("starts"), view.numbers("ends")
-        axes, steps = view.numbers("axes", range(len(begins))), [1] * len(begins)
-    else:
-        begins, ends = values[1].tolist(), values[2].tolist()
-        axes = values[3].tolist() if len(values) > 3 else list(range(len(begins)))
-        steps = values[4].tolist() if len(values) > 4 else [1] * len(begins)
     parts = [slice(None)] * values[0].ndim
-    for begin, end, axis, step in zip(begins, ends, axes, steps, strict=True):
+    for begin, end, axis, step in zip(*slice_settings(view, values[0].ndim), strict=True):
         stop = None if step < 0 and end < -values[0].shape[axis] else end
         parts[axis] = slice(begin, stop, step)
     return np.asarray(values[0][tuple(parts)])

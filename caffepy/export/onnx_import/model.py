@@ -23,21 +23,8 @@ MAX_BYTES = 2**31 - 1
 MAX_NODES = 100_000
 MAX_AXES = 32
 MAX_ELEMENTS = 2**31 - 1
-_TYPES = {
-    TensorProto.FLOAT,
-    TensorProto.DOUBLE,
-    TensorProto.FLOAT16,
-    TensorProto.BFLOAT16,
-    TensorProto.INT64,
-    TensorProto.INT32,
-    TensorProto.INT16,
-    TensorProto.INT8,
-    TensorProto.UINT8,
-    TensorProto.UINT16,
-    TensorProto.UINT32,
-    TensorProto.UINT64,
-    TensorProto.BOOL,
-}
+_NUMBERS = "FLOAT DOUBLE FLOAT16 BFLOAT16 INT64 INT32 INT16 INT8 UINT8 UINT16 UINT32 UINT64 BOOL"
+_TYPES = set(map(TensorProto.DataType.Value, _NUMBERS.split()))
 
 Array = NDArray[Any]
 

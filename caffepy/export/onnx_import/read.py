@@ -17,7 +17,6 @@ from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 from caffepy.backend import create_backend
 from caffepy.errors import ConfigError, RunError, one_line
 from caffepy.export.onnx.check import Difference, compare, random_inputs, refuse_large, run_net
-from caffepy.export.onnx.graph import COMPOSITES
 from caffepy.export.onnx.libraries import run_model
 from caffepy.export.onnx.prepare import fold_batch_norms, merge_scales
 from caffepy.export.onnx.write import COMPOSITE_KEY
@@ -37,7 +36,7 @@ from caffepy.formats.caffemodel import read_caffemodel, write_caffemodel
 from caffepy.formats.load import read_net
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers import LayerContext
-from caffepy.layers.export_rules import import_families
+from caffepy.layers.export_rules import ONNX, import_families
 from caffepy.net import Net
 from caffepy.utils.files import atomic_write, check_writable
 
@@ -269,7 +268,7 @@ def _composite(view: NodeView, description: dict[str, Any]) -> Sequence[Value | 
     except text_format.ParseError as error:
         raise UnsupportedError(f"its description is no layer: {error}") from error
     import_families([param.type])
-    if param.type not in COMPOSITES or Counter(view.node.output).most_common(1)[0][1] > 1:
+    if param.type not in ONNX.composites or Counter(view.node.output).most_common(1)[0][1] > 1:
         raise UnsupportedError(f"its description names the layer type '{param.type:.40}', which is not read back")
     param.detection_output_param.ClearField("save_output_param")  # a model from elsewhere must not name files to write
     count = len(description["inputs"])

@@ -42,9 +42,13 @@ def plain(view: NodeView) -> Tensor:
     return view.add(kind, [view.blob()], **fields)
 
 
-@imports("LeakyRelu", form="ReLU with negative_slope")
-def leaky_relu(view: NodeView) -> Tensor:
-    return view.add("ReLU", [view.blob()], relu_param={"negative_slope": view.real("alpha", 0.01)})
+imports("Elu", form="ELU")(lambda view: view.add("ELU", [view.blob()], elu_param={"alpha": view.real("alpha", 1.0)}))
+imports("LeakyRelu", form="ReLU with negative_slope")(
+    lambda view: view.add("ReLU", [view.blob()], relu_param={"negative_slope": view.real("alpha", 0.01)})
+)
+imports("Pow", form="Power, where the exponent is one number")(
+    lambda view: view.add("Power", [view.blob()], power_param={"power": _scalar(view, 1)})
+)
 
 
 @imports("PRelu", form="PReLU")
@@ -56,11 +60,6 @@ def prelu(view: NodeView) -> Tensor:
     if len(x.shape) < 2 or padded != (1, x.shape[1], *(1,) * (len(x.shape) - 2)):
         raise UnsupportedError(f"its slopes have the shape {list(slopes.shape)}; Caffe has one for each channel")
     return view.add("PReLU", [x], [slopes.reshape(-1)])
-
-
-@imports("Elu", form="ELU")
-def elu(view: NodeView) -> Tensor:
-    return view.add("ELU", [view.blob()], elu_param={"alpha": view.real("alpha", 1.0)})
 
 
 @imports("Selu", form="ELU, Power")
@@ -97,11 +96,6 @@ def _scalar(view: NodeView, index: int) -> float:
     if values.size != 1:
         raise UnsupportedError(f"its input '{view.node.input[index]}' is not one number")
     return float(values.reshape(-1)[0])
-
-
-@imports("Pow", form="Power, where the exponent is one number")
-def power(view: NodeView) -> Tensor:
-    return view.add("Power", [view.blob()], power_param={"power": _scalar(view, 1)})
 
 
 @imports("Identity", "Dropout", "Cast", form="nothing: the blob stays")
@@ -962,19 +956,20 @@ def split(view: NodeView) -> list[Value | None]:
 @imports("Slice", form="Slice; steps along spatial axes as a depthwise Convolution")
 def cut(view: NodeView) -> Tensor:
     x = view.blob()
-    begins, ends, axes, steps = _slice_settings(view, len(x.shape))
+    settings = slice_settings(view, len(x.shape))
     strides: dict[int, int] = {}
-    for begin, end, given, step in zip(begins, ends, axes, steps, strict=True):
+    for begin, end, given, step in zip(*settings, strict=True):
         axis = view.axis(given, len(x.shape))
         if step < 1:
             raise UnsupportedError("it goes backwards")
         low, high, _ = slice(begin, end).indices(x.shape[axis])
-        x = view.net.sliced(x, axis, low, high, f"{view.name}/{axis}" if len(axes) > 1 else view.name)
+        x = view.net.sliced(x, axis, low, high, f"{view.name}/{axis}" if len(settings[2]) > 1 else view.name)
         strides |= {axis: step} if step > 1 else {}
     return _strided(view, x, strides) if strides else x
 
 
-def _slice_settings(view: NodeView, axes: int) -> tuple[list[int], list[int], list[int], list[int]]:
+def slice_settings(view: NodeView, axes: int) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Begins, ends, axes and steps of a Slice of a value with `axes` axes."""
     if view.attribute("starts") is not None:
         begins, ends = view.attribute("starts"), view.attribute("ends")
         return list(begins), list(ends), list(view.attribute("axes") or range(len(begins))), [1] * len(begins)

@@ -1,5 +1,5 @@
 """Export to PyTorch: `write` gives the text and the parameters of a module, and runs the module for checks.
 
-`rules` has one function a layer type. Only `modules`, whose classes are copied into the text, and `write`, where it
-runs a module, import torch.
+`rules` has what layer types become in PyTorch alone. Only `modules`, whose classes are copied into the text, and
+`write`, where it runs a module, import torch.
 """

@@ -7,34 +7,27 @@ The prototxt is untrusted: names reach the text only as identifiers, and in comm
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
+import keyword
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.errors import ConfigError, RunError, one_line
+from caffepy.errors import RunError, one_line
+from caffepy.export.lowering import Lowering, Varying
 from caffepy.export.torch import rules
-from caffepy.export.torch.code import (
-    EXPORTERS,
-    FILE_NAMES,
-    LayerCode,
-    ModuleCode,
-    Names,
-    Parameters,
-    class_texts,
-    comment,
-    identifier,
-    literal,
-    names_in,
-)
 from caffepy.layers import Layer
 from caffepy.layers.batch_norm import BatchNormLayer
 from caffepy.layers.blob import Blob
-from caffepy.layers.export_rules import import_families
+from caffepy.layers.export_rules import TORCH, TorchLayer
 from caffepy.net import Net
 from caffepy.net.graph import Node
 from caffepy.utils.installation import MissingExtraError
@@ -42,10 +35,121 @@ from caffepy.version import __version__
 
 _ = rules  # its functions register themselves
 
+Parameters: TypeAlias = "dict[str, NDArray[np.float32]]"
+
+MODULE_NAMES = """
+    add_module apply bfloat16 buffers call_super_init children compile cpu cuda double dump_patches eval extra_repr
+    float forward get_buffer get_extra_state get_parameter get_submodule half ipu load_state_dict modules mtia
+    named_buffers named_children named_modules named_parameters parameters register_backward_hook register_buffer
+    register_forward_hook register_forward_pre_hook register_full_backward_hook register_full_backward_pre_hook
+    register_load_state_dict_post_hook register_load_state_dict_pre_hook register_module register_parameter
+    register_state_dict_post_hook register_state_dict_pre_hook requires_grad_ set_extra_state set_submodule
+    share_memory state_dict to to_empty train training type xpu zero_grad T_destination
+"""
+"""Attributes of torch.nn.Module, which a layer cannot be called."""
+FILE_NAMES = ("torch", "nn", "F", "Tensor", "Path", "load_file", "load", "math", "self", "range", "zip", "len", "int")
+"""Names of the file outside of the net, which a blob cannot be called."""
+
+
+class Names:
+    """Distinct identifiers.
+
+    Args:
+        taken: names that are not given.
+    """
+
+    def __init__(self, taken: Sequence[str]) -> None:
+        self._taken = set(taken)
+        self._numbers: dict[str, int] = {}
+        """The next number behind each name."""
+
+    def new(self, wanted: str) -> str:
+        """Return an identifier like `wanted` that has not been given yet."""
+        name = identifier(wanted)
+        found, number = name, self._numbers.get(name, 1)
+        while found in self._taken or keyword.iskeyword(found):
+            found, number = f"{name}_{number}", number + 1
+        self._taken.add(found)
+        self._numbers[name] = number
+        return found
+
+
+def identifier(text: str) -> str:
+    """Return the text with other characters than ASCII's letters, digits and `_` replaced.
+
+    A prototxt's names are untrusted: no character of theirs may end a string, a comment or a statement.
+    """
+    name = re.sub(r"\W", "_", text, flags=re.ASCII).lstrip("_")
+    return name if name[:1].isalpha() else f"layer_{name}"
+
+
+def comment(text: str) -> str:
+    """Return the text without characters that could end a comment or a docstring."""
+    return re.sub(r"[^\w./:,+-]+", "_", text, flags=re.ASCII)
+
+
+def literal(text: str) -> str:
+    """Return a string's literal, with escapes in place of all characters that `comment` replaces."""
+    return '"' + re.sub(r"[^\w./:,+-]", lambda found: f"\\U{ord(found[0]):08x}", text, flags=re.ASCII) + '"'
+
+
+# -- classes -------------------------------------------------------------------------------------------
+
+
+@cache
+def class_texts() -> Mapping[str, str]:
+    """Return the text of each class of `modules`, in the file's order."""
+    text = (Path(__file__).parent / "modules.py").read_text(encoding="utf-8")
+    lines = text.splitlines()
+    found = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    return {node.name: "\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in found}
+
+
+def names_in(text: str) -> set[str]:
+    """Return the names that Python code reads."""
+    return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+
+
+# -- the module ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class ModuleCode:
+    """The submodules, their parameters and the statements of `forward`.
+
+    Args:
+        class_name: of the module.
+    """
+
+    class_name: str
+    submodules: list[tuple[str, str, str]] = field(default_factory=list)
+    """Name, constructor and comment."""
+    statements: list[tuple[str, str]] = field(default_factory=list)
+    """Text and comment."""
+    parameters: Parameters = field(default_factory=dict)
+    """The state dict."""
+    attributes: Names = field(default_factory=lambda: Names(MODULE_NAMES.split()))
+    variables: Names = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.variables = Names([*FILE_NAMES, *class_texts(), self.class_name])
+
+    def add(self, layer: str, constructor: str, parameters: Parameters, merged: Layer | None) -> str:
+        """Add a submodule of a layer's name with its parameters; return its name."""
+        name = self.attributes.new(layer)
+        notes = [comment(layer)] * (name != layer)
+        if merged is not None:
+            notes.append(f"and {comment(merged.name)}")
+        self.submodules.append((name, constructor, " ".join(notes)))
+        for key, values in parameters.items():
+            self.parameters[f"{name}.{key}"] = np.asarray(values, np.float32)
+        return name
+
+
+# -- the net -------------------------------------------------------------------------------------------
+
 WIDTH = 120
 """Longest line."""
-
-Varying = Mapping[str, Sequence[bool]]
 
 
 def to_torch(net: Net, varying: Varying | None = None) -> tuple[str, Parameters]:
@@ -56,26 +160,17 @@ def to_torch(net: Net, varying: Varying | None = None) -> tuple[str, Parameters]
 
     Args:
         net: in phase TEST, with its weights, on the CPU.
-        varying: of each blob's axes whether their size follows the batch; None: the batch is the net's.
+        varying: see `Varying`; None: the batch is the net's.
 
     Raises:
         ConfigError: layers have no PyTorch form, all of which are named, or one of their settings has none.
     """
-    import_families(layer.type for layer in net.layers)
-    missing = [layer for layer in net.layers if layer.type not in EXPORTERS and layer.type != "Input"]
-    if missing:
-        named = ", ".join(f"'{layer.name}' ({layer.type})" for layer in missing)
-        raise ConfigError(
-            f"{len(missing)} of the net's layers have no PyTorch form: {named}; export the net up to them, or to ONNX "
-            "(--to onnx); docs/how-to/leave-caffe.md lists the types that have a form"
-        )
-    writer = _Writer(net, varying or {})
-    for index, node in enumerate(net.nodes):
-        writer.add(index, node)
+    writer = _Writer(net, varying)
+    writer.add_layers()
     return writer.text(), writer.module.parameters
 
 
-class _Writer:
+class _Writer(Lowering):
     """The module while it grows, layer by layer.
 
     Args:
@@ -83,14 +178,10 @@ class _Writer:
         varying: see `to_torch`.
     """
 
-    def __init__(self, net: Net, varying: Varying) -> None:
-        self.net, self.varying = net, varying
+    def __init__(self, net: Net, varying: Varying | None) -> None:
+        super().__init__(net, TORCH, varying)
         name = identifier(net.name) if net.name else "Net"
         self.module = ModuleCode(Names([*FILE_NAMES, *class_texts()]).new(name[0].upper() + name[1:]))
-        self.variables: dict[Blob, str] = {}
-        """The variable that holds each blob by now."""
-        self.inputs: list[Blob] = []
-        self.arguments: list[str] = []
         self.last_read = {bottom: index for index, node in enumerate(net.nodes) for bottom in node.bottoms}
         self.last_read |= dict.fromkeys(net.outputs.values(), len(net.nodes))
         """The last layer that reads each blob."""
@@ -98,29 +189,25 @@ class _Writer:
         """The Scale layers that become parts of BatchNorm layers."""
         self.scales = set(map(id, self.merged.values()))
 
-    def add(self, index: int, node: Node) -> None:
+    def input_name(self, top: Blob) -> str:
+        """The argument of `forward`."""
+        return self.module.variables.new(top.name)
+
+    def add(self, index: int, node: Node, inputs: list[str]) -> None:
         """Add a layer."""
-        if node.layer.type == "Input":
-            for top in node.tops:
-                if top in self.last_read:
-                    self.variables[top] = self.module.variables.new(top.name)
-                    self.arguments.append(self.variables[top])
-                    self.inputs.append(top)
-            return
-        inputs = [self.variables[bottom] for bottom in node.bottoms]
         if id(node.layer) in self.scales:
-            self.variables[node.tops[0]] = inputs[0]
+            self.values[node.tops[0]] = inputs[0]
             return
-        code = LayerCode(
+        code = TorchLayer(
             self.module, node.layer, inputs, node.bottoms, node.tops, self.varying, self.merged.get(node.layer)
         )
-        found = EXPORTERS.get(node.layer.type)(code)
+        found = TORCH.functions.get(node.layer.type)(code)
         if isinstance(found, str):
             self._assign(index, node, ", ".join(self._variable(index, node, top) for top in node.tops), found)
         elif found is not None:
             for top, value in zip(node.tops, found, strict=True):
                 if value in inputs:
-                    self.variables[top] = value
+                    self.values[top] = value
                 else:
                     self._assign(index, node, self._variable(index, node, top), value)
 
@@ -133,13 +220,13 @@ class _Writer:
 
     def _variable(self, index: int, node: Node, top: Blob) -> str:
         """The variable of a top: the blob's own, unless another blob in it is still read."""
-        wanted = self.variables.get(top, "")
+        wanted = self.values.get(top, "")
         in_use = {
-            name for blob, name in self.variables.items() if blob is not top and self.last_read.get(blob, -1) > index
+            name for blob, name in self.values.items() if blob is not top and self.last_read.get(blob, -1) > index
         }
         if not wanted or wanted in in_use:
             wanted = self.module.variables.new(top.name)
-        self.variables[top] = wanted
+        self.values[top] = wanted
         return wanted
 
     def _mergeable(self, index: int) -> tuple[Layer, Layer] | None:
@@ -162,9 +249,7 @@ class _Writer:
 
     def text(self) -> str:
         """The whole file."""
-        outputs = {name: self.variables[blob] for name, blob in self.net.outputs.items() if blob in self.variables}
-        if not outputs:
-            raise ConfigError(f"net '{self.net.name}' has no output: layers read each of its blobs")
+        outputs = {name: self.values[blob] for name, blob in self.outputs().items()}
         own = self._class_lines(outputs)
         loader = [
             'def load(path=Path(__file__).with_suffix(".safetensors")):',
@@ -199,16 +284,14 @@ class _Writer:
             for name, constructor, note in module.submodules:
                 lines += _wrapped(f"        self.{name} = {constructor}", note)
             lines.append("")
-        arguments = ", ".join(f"{name}: Tensor" for name in self.arguments)
+        arguments = ", ".join(f"{name}: Tensor" for name in self.inputs.values())
         lines.append(f"    def forward(self, {arguments}) -> {kind}:")
         for statement, note in module.statements:
             lines += _wrapped(f"        {statement}", note)
         return [*lines, *_wrapped(f"        return {result}")]
 
     def _summary(self, outputs: Mapping[str, str]) -> str:
-        inputs = ", ".join(
-            f"{name} {self._shape(blob)}" for name, blob in zip(self.arguments, self.inputs, strict=True)
-        )
+        inputs = ", ".join(f"{name} {self._shape(blob)}" for blob, name in self.inputs.items())
         results = ", ".join(f"{comment(name)} {self._shape(self.net.outputs[name])}" for name in outputs)
         return f"{inputs} to {results}."
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.formats.proto import caffe_pb2
-from caffepy.layers.export_rules import FLOAT, ONNX, TORCH, OnnxView, TorchView
+from caffepy.layers.export_rules import FLOAT, ONNX, TORCH, OnnxLayer
 
-
-@ONNX.exports("ChannelNorm", form="ReduceL2 over the channels", composite=True)
-def onnx_channel_norm(view: OnnxView) -> str:
-    return view.reduce("ReduceL2", view.x, [1])
+ONNX.exports("ChannelNorm", form="ReduceL2 over the channels", composite=True)(
+    lambda view: view.reduce("ReduceL2", view.x, [1])
+)
+TORCH.exports("ChannelNorm", form="square, sum, sqrt")(lambda code: f"{code.x}.square().sum(1, keepdim=True).sqrt()")
 
 
 @ONNX.exports("ExpMax", form="ReduceMax, Sub, Mul, Exp", composite=True)
-def exp_max(view: OnnxView) -> str:
+def exp_max(view: OnnxLayer) -> str:
     param = view.param.expmax_param
     logarithm = 1.0 if param.base == -1 else float(np.log(param.base))
     below = view.add("Sub", view.x, view.reduce("ReduceMax", view.x, [1]))
@@ -26,12 +25,11 @@ def exp_max(view: OnnxView) -> str:
 
 
 @ONNX.exports("Mean", form="Mul, Add", composite=True)
-def mean(view: OnnxView) -> list[str]:
-    layer: Any = view.layer
+def mean(view: OnnxLayer) -> list[str]:
     results = []
     for index, value in enumerate(view.inputs):
-        term = layer.terms(index)[:1]
-        results.append(view.add("Add", view.scaled(value, layer.slope()), view.floats(term)))
+        term = view.layer.terms(index)[:1]
+        results.append(view.add("Add", view.scaled(value, view.layer.slope()), view.floats(term)))
     return results
 
 
@@ -41,9 +39,8 @@ def mean(view: OnnxView) -> list[str]:
 @ONNX.exports(
     "Correlation", "Correlation1D", form="for each displacement Slice, Mul, ReduceMean; Concat", composite=True
 )
-def correlation(view: OnnxView) -> str:
-    layer: Any = view.layer
-    window = layer.window
+def correlation(view: OnnxLayer) -> str:
+    window = view.layer.window
     sizes, spans = view.bottoms[0].shape[2:], view.tops[0].shape[2:]
     reach = [(span - 1) * window.stride + window.kernel for span in spans]
     shifts = [[first + k * window.step for k in range(n)] for first, n in zip(window.first, window.count, strict=True)]
@@ -79,26 +76,26 @@ def correlation(view: OnnxView) -> str:
 # -- sampling ------------------------------------------------------------------------------------------
 
 
-def grid_of(view: OnnxView, shape: tuple[int, ...]) -> NDArray[np.float32]:
+def grid_of(view: OnnxLayer, shape: tuple[int, ...]) -> NDArray[np.float32]:
     """Column and row of each pixel, (1, 2, H, W)."""
     rows, columns = np.meshgrid(np.arange(shape[2]), np.arange(shape[3]), indexing="ij")
     return np.stack([columns, rows])[None].astype(np.float32)
 
 
-def limits(view: OnnxView) -> NDArray[np.float32]:
+def limits(view: OnnxLayer) -> NDArray[np.float32]:
     """Width and height of the first bottom, (1, 2, 1, 1)."""
     height, width = view.bottoms[0].shape[2:]
     return np.reshape([width, height], (1, 2, 1, 1)).astype(np.float32)
 
 
-def masked(view: OnnxView, value: str, inside: str, fill: float) -> str:
+def masked(view: OnnxLayer, value: str, inside: str, fill: float) -> str:
     """The value where both coordinates are `inside`, else a constant."""
     both = view.reduce("ReduceMin", view.add("Cast", inside, to=FLOAT), [1])
     return view.add("Where", view.add("Greater", both, view.floats(0.5)), value, view.floats(fill))
 
 
 @ONNX.exports("Warp", form="GridSample; displacements with Add and a mask of positions outside", composite=True)
-def warp(view: OnnxView) -> str:
+def warp(view: OnnxLayer) -> str:
     if view.param.warp_param.positions:
         return view.sampled(view.inputs[1])
     positions = view.add("Add", view.inputs[1], view.floats(grid_of(view, view.bottoms[1].shape)))
@@ -108,7 +105,7 @@ def warp(view: OnnxView) -> str:
 
 
 @ONNX.exports("FlowWarp", form="Add, Clip, GridSample, a mask of positions outside", composite=True)
-def flow_warp(view: OnnxView) -> str:
+def flow_warp(view: OnnxLayer) -> str:
     positions = view.add("Add", view.inputs[1], view.floats(grid_of(view, view.bottoms[1].shape)))
     above = view.add("GreaterOrEqual", positions, view.floats(0))
     below = view.add("Less", positions, view.floats(limits(view)))
@@ -118,7 +115,7 @@ def flow_warp(view: OnnxView) -> str:
 
 
 @ONNX.exports("Grid", form="a constant, Expand", composite=True)
-def grid(view: OnnxView) -> str:
+def grid(view: OnnxLayer) -> str:
     shape = view.tops[0].shape
     batch = view.add("Slice", view.add("Shape", view.x), view.ints(0), view.ints(1))
     whole = view.add("Concat", batch, view.ints(*shape[1:]), axis=0)
@@ -128,13 +125,12 @@ def grid(view: OnnxView) -> str:
 # -- resizing ------------------------------------------------------------------------------------------
 
 
-def resized(view: OnnxView, value: str) -> str:
+def resized(view: OnnxLayer, value: str) -> str:
     """A value times the matrices of both axes."""
-    layer: Any = view.layer
     (height, width), (rows, columns) = view.bottoms[0].shape[2:], view.tops[0].shape[2:]
     matrices = []
     for sizes in ((height, rows, width, columns), (width, columns, height, rows)):
-        places, weights = layer.taps(*sizes)
+        places, weights = view.layer.taps(*sizes)
         matrix = np.zeros((sizes[1], sizes[0]), np.float64)
         np.add.at(matrix, (np.arange(sizes[1])[:, None], places), weights)
         matrices.append(matrix)
@@ -143,23 +139,15 @@ def resized(view: OnnxView, value: str) -> str:
 
 
 @ONNX.exports("Resample", form="MatMul along each axis", composite=True)
-def resample(view: OnnxView) -> str:
+def resample(view: OnnxLayer) -> str:
     return resized(view, view.x)
 
 
 @ONNX.exports("Downsample", form="MatMul along each axis; IsNaN and Where for missing values", composite=True)
-def downsample(view: OnnxView) -> str:
+def downsample(view: OnnxLayer) -> str:
     lost = view.add("IsNaN", view.x)
     total = resized(view, view.add("Where", lost, view.floats(0), view.x))
     present = resized(view, view.add("Cast", view.add("Not", lost), to=FLOAT))
     absent = view.add("Sub", view.floats(1), present)
     few = view.add("Greater", absent, view.add("Mul", present, view.floats(0.5)))
     return view.add("Where", few, view.floats(np.nan), view.add("Div", total, present))
-
-
-# -- PyTorch -------------------------------------------------------------------------------------------
-
-
-@TORCH.exports("ChannelNorm", form="square, sum, sqrt")
-def torch_channel_norm(code: TorchView) -> str:
-    return f"{code.x}.square().sum(1, keepdim=True).sqrt()"

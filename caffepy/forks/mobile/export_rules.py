@@ -4,100 +4,78 @@ from __future__ import annotations
 
 import numpy as np
 
-from caffepy.layers.export_rules import ONNX, TORCH, OnnxView, TorchView, Values, affine, number
-
-# -- ONNX ----------------------------------------------------------------------------------------------
+from caffepy.layers.export_rules import (
+    ONNX,
+    TORCH,
+    AnyLayer,
+    OnnxLayer,
+    TorchLayer,
+    affine,
+    exports,
+    number,
+)
 
 HARD_SWISH = 14
-"""The first version of the operators that has it."""
+"""The first version of ONNX's operators that has it."""
+_SELU = (1.6732632423543772, 1.0507009873554805)
+"""Alpha and lambda of nn.SELU."""
 
 
 @ONNX.exports("ReLU6", form="Clip; with negative_slope also Min, Mul, Add")
-def onnx_relu6(view: OnnxView) -> str:
+def onnx_relu6(view: OnnxLayer) -> str:
     slope = view.param.relu_param.negative_slope
-    held = view.add("Clip", view.x, view.floats(0), view.floats(6))
-    if not slope:
-        return held
-    return view.add("Add", held, view.scaled(view.add("Min", view.x, view.floats(0)), slope))
-
-
-@ONNX.exports("SeLU", "SeLu", form="Selu")
-def onnx_selu(view: OnnxView) -> str:
-    param = view.param.selu_param
-    return view.add("Selu", view.x, alpha=param.alpha, gamma=getattr(param, "lambda"))
-
-
-@ONNX.exports("Mish", form="Softplus, Tanh, Mul")
-def onnx_mish(view: OnnxView) -> str:
-    return view.add("Mul", view.x, view.add("Tanh", view.add("Softplus", view.x)))
-
-
-@ONNX.exports("HardSwish", form="HardSwish; HardSigmoid and Mul before version 14 of the operators")
-def onnx_hard_swish(view: OnnxView) -> str:
-    if view.graph.opset >= HARD_SWISH:
-        return view.add("HardSwish", view.x)
-    return view.add("Mul", view.x, view.add("HardSigmoid", view.x, alpha=1 / 6, beta=0.5))
-
-
-@ONNX.exports("NegSquare", form="Mul, Neg", composite=True)
-def onnx_negative_square(view: OnnxView) -> str:
-    return view.add("Neg", view.add("Mul", view.x, view.x))
-
-
-@ONNX.exports("SeLUDropout", "SeLuDropout", form="nothing: the value stays")
-def onnx_unchanged(view: OnnxView) -> str:
-    return view.x
-
-
-@ONNX.exports("DepthwiseConvolution", "ConvolutionDepthwise", form="Conv; Reshape around it where `axis` is not 1")
-def onnx_depthwise_convolution(view: OnnxView) -> Values:
-    return ONNX.apply("Convolution", view)
-
-
-# -- PyTorch -------------------------------------------------------------------------------------------
+    held = view.add("Clip", view.x, 0, 6)
+    return view.add("Add", held, view.scaled(view.add("Min", view.x, 0), slope)) if slope else held
 
 
 @TORCH.exports("ReLU6", form="nn.ReLU6; with negative_slope clamp")
-def torch_relu6(code: TorchView) -> str:
+def torch_relu6(code: TorchLayer) -> str:
     slope = code.param.relu_param.negative_slope
     if not slope:
         return code.apply("nn.ReLU6()")
     return f"{code.x}.clamp(0, 6) + {number(slope)} * {code.x}.clamp(max=0)"
 
 
-_SELU = (1.6732632423543772, 1.0507009873554805)
-"""Alpha and lambda of nn.SELU."""
+@exports("SeLU", "SeLu", onnx="Selu", torch="nn.SELU; with other constants F.elu and a factor")
+def selu(view: AnyLayer) -> str:
+    param = view.param.selu_param
+    return view.add("Selu", view.x, alpha=param.alpha, gamma=getattr(param, "lambda"))
 
 
-@TORCH.exports("SeLU", "SeLu", form="nn.SELU; with other constants F.elu and a factor")
-def torch_selu(code: TorchView) -> str:
-    param = code.param.selu_param
-    constants = (param.alpha, getattr(param, "lambda"))
-    if np.allclose(constants, _SELU, rtol=1e-7, atol=0):
+def _torch_selu(code: TorchLayer, x: str, alpha: float, gamma: float) -> str:
+    if np.allclose((alpha, gamma), _SELU, rtol=1e-7, atol=0):
         return code.apply("nn.SELU()")
-    return affine(f"F.elu({code.x}, {number(constants[0])})", constants[1])
+    return affine(f"F.elu({x}, {number(alpha)})", gamma)
 
 
-@TORCH.exports("Mish", form="nn.Mish")
-def torch_mish(code: TorchView) -> str:
-    return code.apply("nn.Mish()")
+TORCH.operators["Selu"] = _torch_selu
 
 
-@TORCH.exports("HardSwish", form="nn.Hardswish")
-def torch_hard_swish(code: TorchView) -> str:
-    return code.apply("nn.Hardswish()")
+@ONNX.exports("HardSwish", form="HardSwish; HardSigmoid and Mul before version 14 of the operators")
+def onnx_hard_swish(view: OnnxLayer) -> str:
+    if view.target.opset >= HARD_SWISH:
+        return view.add("HardSwish", view.x)
+    return view.add("Mul", view.x, view.add("HardSigmoid", view.x, alpha=1 / 6, beta=0.5))
 
 
-@TORCH.exports("NegSquare", form="arithmetic")
-def torch_negative_square(code: TorchView) -> str:
-    return f"-{code.x} * {code.x}"
+TORCH.exports("HardSwish", form="nn.Hardswish")(lambda code: code.apply("nn.Hardswish()"))
 
+ONNX.exports("Mish", form="Softplus, Tanh, Mul")(
+    lambda view: view.add("Mul", view.x, view.add("Tanh", view.add("Softplus", view.x)))
+)
+TORCH.exports("Mish", form="nn.Mish")(lambda code: code.apply("nn.Mish()"))
 
-@TORCH.exports("SeLUDropout", "SeLuDropout", form="nothing: the value stays")
-def torch_unchanged(code: TorchView) -> list[str]:
-    return code.inputs
+ONNX.exports("NegSquare", form="Mul, Neg", composite=True)(
+    lambda view: view.add("Neg", view.add("Mul", view.x, view.x))
+)
+TORCH.exports("NegSquare", form="arithmetic")(lambda code: f"-{code.x} * {code.x}")
 
-
-@TORCH.exports("DepthwiseConvolution", "ConvolutionDepthwise", form="nn.Conv1d, Conv2d or Conv3d")
-def torch_depthwise_convolution(code: TorchView) -> Values:
-    return TORCH.apply("Convolution", code)
+exports("SeLUDropout", "SeLuDropout", onnx="nothing: the value stays", torch="nothing: the value stays")(
+    lambda view: view.inputs
+)
+exports(
+    "DepthwiseConvolution",
+    "ConvolutionDepthwise",
+    onnx="Conv; Reshape around it where `axis` is not 1",
+    torch="nn.Conv1d, Conv2d or Conv3d",
+)(lambda view: view.as_type("Convolution"))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from caffepy.layers.export_rules import ONNX, OnnxView
+from caffepy.layers.export_rules import ONNX, OnnxLayer
 
 
 @ONNX.exports("Lstm", form="LSTM; with one bottom only")
-def clipped_lstm(view: OnnxView) -> str:
+def clipped_lstm(view: OnnxLayer) -> str:
     if len(view.inputs) > 1:
         raise view.error("a second bottom, which says where sequences begin, cannot be exported")
     size = view.param.lstm_param.num_output

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from caffepy.forks.rcnn.roi_pooling import padding_map, resize_matrix
-from caffepy.layers.export_rules import ONNX, TORCH, OnnxView, TorchView, call, number
+from caffepy.layers.export_rules import ONNX, TORCH, OnnxLayer, TorchLayer, call, exports, number
 
 
 @ONNX.exports("ROIPooling", form="MaxRoiPool; pad_ratio as MatMul and Add")
-def onnx_roi_pooling(view: OnnxView) -> str:
+def onnx_roi_pooling(view: OnnxLayer) -> str:
     param = view.param.roi_pooling_param
     sizes = [param.pooled_h, param.pooled_w]
     regions = view.inputs[1] if len(view.bottoms[1].shape) == 2 else view.reshaped(view.inputs[1], (-1, 5))
@@ -17,27 +17,20 @@ def onnx_roi_pooling(view: OnnxView) -> str:
     return view.add("MaxRoiPool", view.x, regions, pooled_shape=sizes, spatial_scale=param.spatial_scale)
 
 
-@ONNX.exports("MaskPooling", form="Mul")
-def onnx_mask_pooling(view: OnnxView) -> str:
-    return view.add("Mul", view.x, view.inputs[1])
+exports("MaskPooling", onnx="Mul", torch="*")(lambda view: view.add("Mul", view.x, view.inputs[1]))
 
 
 @ONNX.exports("MaskResize", form="MatMul of rows and of columns")
-def mask_resize(view: OnnxView) -> str:
+def mask_resize(view: OnnxLayer) -> str:
     view.refuse_varying(view.bottoms[0], (2, 3))
     rows, columns = map(resize_matrix, view.bottoms[0].shape[2:], view.tops[0].shape[2:])
     return view.add("MatMul", view.floats(rows), view.add("MatMul", view.x, view.floats(columns.T)))
 
 
-@TORCH.exports("MaskPooling", form="*")
-def torch_mask_pooling(code: TorchView) -> str:
-    return f"{code.x} * {code.inputs[1]}"
-
-
 @TORCH.exports("ROIPooling", form="a class")
-def torch_roi_pooling(code: TorchView) -> str:
+def torch_roi_pooling(code: TorchLayer) -> str:
     param = code.param.roi_pooling_param
     if param.pad_ratio:
-        raise code.refuse("pad_ratio")
+        code.needs_onnx("pad_ratio")
     scale = number(param.spatial_scale)
     return code.apply(call("ROIPool", param.pooled_h, param.pooled_w, scale=scale), *code.inputs)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from caffepy.layers.export_rules import INT64, ONNX, TORCH, OnnxView, TorchView, Values, call, pair
+from caffepy.layers.export_rules import (
+    INT64,
+    ONNX,
+    TORCH,
+    OnnxLayer,
+    TorchLayer,
+    call,
+    exports,
+    pair,
+)
 
 # -- ONNX ----------------------------------------------------------------------------------------------
 
 
 @ONNX.exports("Interp", form="Slice, Resize (linear, align_corners)", composite=True)
-def onnx_interp(view: OnnxView) -> str:
+def onnx_interp(view: OnnxLayer) -> str:
     param, value = view.param.interp_param, view.x
     height, width = view.bottoms[0].shape[2:]
     if param.pad_beg or param.pad_end:
@@ -26,13 +35,13 @@ def onnx_interp(view: OnnxView) -> str:
 
 
 @ONNX.exports("Upsample", form="Resize (nearest); with a mask Reshape, ScatterElements")
-def onnx_upsample(view: OnnxView) -> str:
+def onnx_upsample(view: OnnxLayer) -> str:
     if len(view.inputs) > 1:
         return _unpooled(view)
     return _resized(view, view.x, "nearest", "asymmetric")
 
 
-def _unpooled(view: OnnxView) -> str:
+def _unpooled(view: OnnxLayer) -> str:
     height, width = view.tops[0].shape[2:]
     values, mask = (view.reshaped(value, (0, 0, -1)) for value in view.inputs)
     size = view.add("Concat", _leading(view, view.x), view.ints(height * width), axis=0)
@@ -41,28 +50,30 @@ def _unpooled(view: OnnxView) -> str:
     return view.reshaped(view.add("ScatterElements", empty, index, values, axis=2), (0, 0, height, width))
 
 
-def _resized(view: OnnxView, value: str, mode: str, transformation: str) -> str:
+def _resized(view: OnnxLayer, value: str, mode: str, transformation: str) -> str:
     size = view.add("Concat", _leading(view, value), view.ints(*view.tops[0].shape[2:]), axis=0)
     return view.add(
         "Resize", value, "", "", size, mode=mode, coordinate_transformation_mode=transformation, nearest_mode="floor"
     )
 
 
-def _leading(view: OnnxView, value: str) -> str:
+def _leading(view: OnnxLayer, value: str) -> str:
     """N and C of a value, as the model runs."""
     return view.add("Slice", view.add("Shape", value), view.ints(0), view.ints(2))
 
 
-@ONNX.exports("BN", form="BatchNormalization; with SegNet's bn_mode LEARN ReduceMean, Sub, Mul, Add, Sqrt, Div")
-def onnx_normalised(view: OnnxView) -> Values:
-    return ONNX.apply("BatchNorm", view)
+exports(
+    "BN",
+    onnx="BatchNormalization; with SegNet's bn_mode LEARN ReduceMean, Sub, Mul, Add, Sqrt, Div",
+    torch="nn.BatchNorm1d, BatchNorm2d or BatchNorm3d, together with a Scale behind it",
+)(lambda view: view.as_type("BatchNorm"))
 
 
 # -- PyTorch -------------------------------------------------------------------------------------------
 
 
 @TORCH.exports("Interp", form="F.interpolate (bilinear, align_corners), slices")
-def torch_interp(code: TorchView) -> str:
+def torch_interp(code: TorchLayer) -> str:
     param, value = code.param.interp_param, code.x
     begin, end = (abs(pad) for pad in (param.pad_beg, param.pad_end))
     if begin or end:
@@ -73,14 +84,9 @@ def torch_interp(code: TorchView) -> str:
 
 
 @TORCH.exports("Upsample", form="nn.Upsample (nearest); a class with a mask")
-def torch_upsample(code: TorchView) -> str:
+def torch_upsample(code: TorchLayer) -> str:
     size = code.tops[0].shape[2:]
     if len(code.inputs) > 1:
         return code.apply(call("Unpool", *size), *code.inputs)
     factors = [out // own for out, own in zip(size, code.bottoms[0].shape[2:], strict=True)]
     return code.apply(call("nn.Upsample", scale_factor=pair(factors)))
-
-
-@TORCH.exports("BN", form="nn.BatchNorm1d, BatchNorm2d or BatchNorm3d, together with a Scale behind it")
-def torch_normalised(code: TorchView) -> Values:
-    return TORCH.apply("BatchNorm", code)

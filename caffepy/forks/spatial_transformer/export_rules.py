@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from caffepy.layers.export_rules import ONNX, OnnxView
+from caffepy.layers.export_rules import ONNX, OnnxLayer
 
 
 @ONNX.exports("PowerFile", form="Add", composite=True)
-def power_file(view: OnnxView) -> str:
-    layer: Any = view.layer
-    return view.add("Add", view.x, view.floats(layer.shift()[:1]))
+def power_file(view: OnnxLayer) -> str:
+    return view.add("Add", view.x, view.floats(view.layer.shift()[:1]))
 
 
 @ONNX.exports("SpatialTransformer", form="MatMul, Add, GridSample", composite=True)
-def spatial_transformer(view: OnnxView) -> str:
-    layer: Any = view.layer
-    select, constant, lines = (np.asarray(layer.backend.to_host(a)) for a in layer.sampling_constants())
+def spatial_transformer(view: OnnxLayer) -> str:
+    select, constant, lines = (np.asarray(view.layer.backend.to_host(a)) for a in view.layer.sampling_constants())
     theta = view.reshaped(view.inputs[1], [-1, select.shape[0]])
     if not select.size:
         raise view.error("has no predicted element of its matrix")

@@ -14,10 +14,10 @@ from onnx_nets import layer_text, net_of
 
 import caffepy
 from caffepy.cli.main import main
-from caffepy.export.onnx.graph import LayerView
 from caffepy.export.onnx.libraries import run_model
 from caffepy.formats.caffemodel import read_weights, write_caffemodel
 from caffepy.formats.load import read_net
+from caffepy.layers.export_rules import OnnxLayer
 
 NET = layer_text('name: "conv" type: "Convolution" convolution_param { num_output: 4 kernel_size: 3 }', (2, 3, 6, 6))
 NET = (
@@ -97,12 +97,12 @@ def test_the_check_reaches_boxes_that_a_nets_own_inputs_do_not(
     assert main(command) == 0
     assert "layer 'out' alone: output 'top0': largest difference" in capsys.readouterr().out
     paths[2].unlink()
-    add = LayerView.add
+    add = OnnxLayer.add
 
-    def without_max(view: LayerView, kind: str, *names: str, **more: object) -> str:
+    def without_max(view: OnnxLayer, kind: str, *names: str, **more: object) -> str:
         return names[-1] if kind == "Max" else add(view, kind, *names, **more)
 
-    monkeypatch.setattr(LayerView, "add", without_max)
+    monkeypatch.setattr(OnnxLayer, "add", without_max)
     assert main(command) == 1
     assert "layer 'out' alone: output 'top0' has the shape" in capsys.readouterr().err
     assert not paths[2].exists()

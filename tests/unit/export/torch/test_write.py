@@ -7,17 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from export_cases import CHAIN, DETECT
+from export_cases import CHAIN
 from onnx_nets import layer_net, layer_text, net_of
 
 from caffepy.cli.main import main
-from caffepy.errors import ConfigError
 from caffepy.export.onnx.prepare import Settings, open_for_export, varying_axes
-from caffepy.export.torch.code import EXPORTERS, FORMS, class_texts, names_in
-from caffepy.export.torch.write import WIDTH, to_torch
+from caffepy.export.torch.write import WIDTH, class_texts, names_in, to_torch
 from caffepy.formats.caffemodel import write_caffemodel
-from caffepy.layers.export_rules import import_families
-from caffepy.layers.layer import LAYERS, import_layer_types
 
 ROOT = Path(__file__).parents[4]
 
@@ -101,15 +97,6 @@ def test_outputs_keep_their_names():
     assert [key.value for key in returned.keys] == names
 
 
-def test_a_net_without_outputs_is_refused():
-    text = """
-    layer { name: "data" type: "Input" top: "x" input_param { shape { dim: 2 dim: 3 } } }
-    layer { name: "quiet" type: "Silence" bottom: "x" }
-    """
-    with pytest.raises(ConfigError, match="has no output"):
-        to_torch(net_of(text))
-
-
 @pytest.mark.parametrize("name", ["forward", "class", "1x1", "", "state_dict", "conv/3x3", "_modules", "größe"])
 def test_each_layer_gets_a_name_that_python_and_torch_accept(name: str):
     net = layer_net('type: "PReLU"', (1, 3))
@@ -155,38 +142,6 @@ def test_a_scale_that_is_not_the_only_reader_stays():
     """
     written, _ = to_torch(net_of(text))
     assert "self.bn = nn.BatchNorm1d(3, affine=False)" in written and "self.scale = Scale(3, bias=False)" in written
-
-
-def test_dropout_that_draws_in_a_test_is_refused():
-    net = layer_net('type: "Dropout" dropout_param { sample_weights_test: true }', (2, 3))
-    with pytest.raises(
-        ConfigError, match="layer 'it' .Dropout.: sample_weights_test,? which draws random numbers, has no PyTorch form"
-    ):
-        to_torch(net)
-
-
-def test_layers_without_a_form_are_all_named():
-    text = layer_text(
-        'type: "PSROIPooling" psroi_pooling_param { output_dim: 1 group_size: 1 spatial_scale: 1 }',
-        (1, 1, 4, 4),
-        (1, 5),
-    )
-    more = 'layer { name: "flow" type: "Grid" bottom: "x0" top: "d" }'
-    match = r"2 of the net's layers have no PyTorch form: 'it' .PSROIPooling., 'flow' .Grid.*--to onnx"
-    with pytest.raises(ConfigError, match=match):
-        to_torch(net_of(text + more))
-
-
-def test_a_setting_without_a_form_is_refused():
-    net = net_of(DETECT % (720, "code_type: CENTER_SIZE use_polygon: true", ""))
-    with pytest.raises(ConfigError, match="layer 'out' .DetectionOutput.: use_polygon has no PyTorch form"):
-        to_torch(net)
-
-
-def test_each_form_is_of_a_layer_type():
-    import_families()
-    import_layer_types()
-    assert set(EXPORTERS) == set(FORMS) <= set(LAYERS)
 
 
 # -- the command ---------------------------------------------------------------------------------------
