@@ -25,6 +25,7 @@ from caffepy.errors import ConfigError, StopRequestedError
 from caffepy.formats.caffemodel import read_caffemodel
 from caffepy.formats.paths import PathResolver
 from caffepy.formats.proto.caffe_pb2 import SolverParameter
+from caffepy.layers.layer import LayerContext
 from caffepy.logs.performance_report import Performance
 from caffepy.logs.trace import NO_TRACE, Tracer
 from caffepy.net import describe as debug
@@ -135,9 +136,14 @@ class Solver:
         histories, engine = rule.histories(), context.engine
         # Where debug_info does not read the blobs between layers, layers may be fused and blobs share memory.
         fuse, share = (wanted and not param.debug_info for wanted in (engine.fuse, engine.share))
-        self._factory = NetFactory(
-            param, backend, self.shard, self.resolve, fuse, share, context.timeout, self.requests.check_wait
+        shared = LayerContext(
+            backend,
+            shard=self.shard,
+            resolve=self.resolve,
+            timeout=context.timeout,
+            check_wait=self.requests.check_wait,
         )
+        self._factory = NetFactory(param, shared, fuse, share)
         with suggest_batch_size_on_oom(self._factory, histories), backend.activate():
             self.net = self._factory.train_net(context.trace)
             for names in param.weights if self.callback.is_root else ():

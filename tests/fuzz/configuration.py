@@ -12,7 +12,6 @@ from google.protobuf import text_format
 
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.backend.meta import MetaBackend
-from caffepy.data.sharding import Shard
 from caffepy.errors import UserError
 from caffepy.formats.load import read_net, read_solver
 from caffepy.formats.paths import PathResolver
@@ -53,7 +52,7 @@ class SolverText(TextTarget):
             policies.weight_decay(param, iteration)
         resolve = PathResolver(self.path)
         resolve.output(param.snapshot_prefix)
-        net, context, state = NetFactory(param, MetaBackend(), Shard(), resolve).train_setup()
+        net, context, state = NetFactory(param, LayerContext(MetaBackend(), resolve=resolve)).train_setup()
         Net(net, replace(context, sample_shapes=LENET_SHAPES), state).close()
 
 
