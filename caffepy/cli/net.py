@@ -132,15 +132,15 @@ def _read_model(path: Path, phase: int, own: caffe_pb2.NetState) -> DescribedNet
 
 def _read_solver(path: Path, phase: int, own: caffe_pb2.NetState) -> DescribedNet:
     from caffepy.backend.meta import MetaBackend
-    from caffepy.data.sharding import Shard
     from caffepy.formats.load import net_state, read_solver
     from caffepy.formats.paths import PathResolver
     from caffepy.formats.proto import caffe_pb2
+    from caffepy.layers import LayerContext
     from caffepy.training.net_factory import NetFactory
     from caffepy.training.rules import RULES
 
     solver = read_solver(path)
-    factory = NetFactory(solver, MetaBackend(), Shard(), PathResolver(path))
+    factory = NetFactory(solver, LayerContext(MetaBackend(), resolve=PathResolver(path)))
     param, context, state = factory.train_setup()
     if phase == caffe_pb2.TEST:
         context = replace(context, phase=phase)

@@ -247,8 +247,8 @@ def _entries(
     tests = len(solver.test_nets)
     tested = f"; {tests} test net{'s' * (tests > 1)}" if tests else "; no test net"
     yield "net", f"{net_files(options)}: {layers} layers, {learned:,} parameters{tested}"
-    if solver.resumed_from is not None:
-        yield "resumed", f"from {solver.resumed_from}, iteration {solver.iteration}"
+    if solver.snapshots.resumed_from is not None:
+        yield "resumed", f"from {solver.snapshots.resumed_from}, iteration {solver.iteration}"
     elif options.weights:
         yield "weights", ", ".join(map(str, options.weights))
     ranks = shard.world_size // shard.devices_per_rank
@@ -259,7 +259,7 @@ def _entries(
     yield "batch", f"{batch} per device, {batch * shard.world_size} in all"
     if solver.planned_memory is not None:
         yield "memory", f"{solver.planned_memory / 2**20:,.1f} MiB per device"
-    if solver.writes_snapshots and not options.check_only:
+    if solver.snapshots.wanted and not options.check_only:
         every = f"every {param.snapshot} iterations" if param.snapshot else "at the end"
         yield "snapshots", f"{param.snapshot_prefix}_iter_N, {every}"
     if log_file is not None:

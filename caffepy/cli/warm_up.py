@@ -88,12 +88,12 @@ def _leave_out_data(param: SolverParameter, args: argparse.Namespace, devices: i
     """Limit a solver to one iteration and one pass of each test net on synthetic data, without snapshots."""
     from caffepy.backend.meta import MetaBackend
     from caffepy.cli.nets import record_shapes
-    from caffepy.data.sharding import Shard
     from caffepy.formats.paths import PathResolver
+    from caffepy.layers import LayerContext
     from caffepy.net.record_shape import without_data
     from caffepy.training.net_factory import NetFactory
 
-    factory = NetFactory(param, MetaBackend(), Shard(), PathResolver(args.solver))
+    factory = NetFactory(param, LayerContext(MetaBackend(), resolve=PathResolver(args.solver)))
     train, *tests = [
         without_data(net, record_shapes(net, context, state, args.shape, logger.info), count, filler="gaussian")
         for count, (net, context, state) in [

@@ -18,7 +18,8 @@ from caffepy.errors import ConfigError, RunError, SnapshotError
 from caffepy.formats.binary import iter_blobs
 from caffepy.formats.blobs import StoredLayer
 from caffepy.formats.caffemodel import read_caffemodel
-from caffepy.formats.proto.caffe_pb2 import SolverState
+from caffepy.formats.paths import PathResolver
+from caffepy.formats.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.formats.safetensors import SUFFIX
 from caffepy.formats.solverstate import find_learned_net, read_solverstate
 from caffepy.utils.files import check_writable, remove_leftovers
@@ -32,6 +33,13 @@ def snapshot_names(prefix: str, iteration: int, hdf5: bool = False) -> tuple[str
     """Return the names of .caffemodel and .solverstate."""
     stem, ending = f"{prefix}_iter_{iteration}", ".h5" if hdf5 else ""
     return f"{stem}.caffemodel{ending}", f"{stem}.solverstate{ending}"
+
+
+def snapshot_paths(param: SolverParameter, resolve: PathResolver, iteration: int) -> tuple[Path, Path]:
+    """Return the files of an iteration's snapshot: .caffemodel and .solverstate, or their HDF5 forms."""
+    hdf5 = param.snapshot_format == SolverParameter.HDF5
+    weights, solver_state = snapshot_names(param.snapshot_prefix, iteration, hdf5)
+    return resolve.output(weights), resolve.output(solver_state)
 
 
 def check_snapshot(path: Path, layers: Sequence[StoredLayer]) -> None:

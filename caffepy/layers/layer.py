@@ -198,6 +198,10 @@ class PassCounter:
     uses_random: bool = False
     """Whether a layer draws random numbers (it has called `Layer.counter`)."""
 
+    def following(self, count: int) -> range:
+        """Return the numbers of the next passes."""
+        return range(self.number, self.number + count)
+
 
 @dataclass
 class LayerContext:

@@ -354,6 +354,18 @@ def _is_recordable(layer: Layer) -> bool:
     return all(each.recordable and not each.running_statistics() for each in layers)
 
 
+@contextmanager
+def preserve_running_stats(net: Net) -> Iterator[None]:
+    """Restore the running statistics and states after a forward pass of the train net that is no part of training."""
+    arrays = [*net.statistics(), *net.state()]
+    saved = [net.backend.zeros(tuple(array.shape)) for array in arrays]
+    for array, before in zip(arrays, saved, strict=True):
+        net.backend.copy(array, before)
+    yield
+    for array, before in zip(arrays, saved, strict=True):
+        net.backend.copy(before, array)
+
+
 MAX_SHAPES = 4
 """The number of input shapes whose nets, memory and graphs are kept."""
 

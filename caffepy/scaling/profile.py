@@ -16,7 +16,6 @@ from typing import Any
 
 from caffepy.backend import Backend
 from caffepy.backend.meta import MetaBackend
-from caffepy.data.sharding import Shard
 from caffepy.errors import ConfigError
 from caffepy.formats.load import read_solver
 from caffepy.formats.paths import PathResolver
@@ -270,7 +269,7 @@ def read_subject(path: Path, batch: int | None = None, shape: Sequence[int] | No
     """
     param = read_solver(path)
     check_solver(param, str(path))
-    factory = NetFactory(param, MetaBackend(), Shard(), PathResolver(path))
+    factory = NetFactory(param, LayerContext(MetaBackend(), resolve=PathResolver(path)))
     net, context, state = factory.train_setup()
     if batch is not None:
         net = with_batch(net, batch)

@@ -96,7 +96,8 @@ def agree_on_start(world: World, solver: Solver) -> SolverState | None:
     """
     if world.size > 1:
         check_alike(world, world.run_on_all(lambda: describe_nets(solver)))
-    restored = world.broadcast(None if solver.restored is None else solver.restored.SerializeToString())
+    read = solver.snapshots.restored
+    restored = world.broadcast(None if read is None else read.SerializeToString())
     return None if restored is None else SolverState.FromString(restored)
 
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from caffepy.logs.performance_report import WARM_UP, Performance, format_waits
 from caffepy.net import Net
 from caffepy.training.callback import SolverCallback
 from caffepy.training.rules import GradientScaler
+from caffepy.training.schedule import Schedule
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +73,11 @@ class LossWindow:
         values = callback.sum_over_devices(np.array(self._losses, np.float64))
         return [float(value) for value in values / callback.world_size]
 
+    def mean_over_devices(self, callback: SolverCallback) -> float | None:
+        """The mean over all devices; None before the first loss; every device must call it."""
+        losses = self.averaged(callback)
+        return sum(losses) / len(losses) if losses else None
+
     def values(self) -> list[float]:
         """This device's losses, the oldest first."""
         return list(self._losses)
@@ -123,11 +130,6 @@ class Clock:
         self._shown = time.monotonic()
         self._shown_iteration: int | None = None
 
-    @property
-    def running(self) -> bool:
-        """Whether seconds are being counted, or will be once the first iterations are over."""
-        return self._active
-
     def tick(self) -> None:
         """One more iteration is done; it counts if the clock ran."""
         self._performance.made += 1
@@ -155,6 +157,15 @@ class Clock:
                 self._on_start()
                 self._waits_at_start = self._waits()
             self._started = time.monotonic()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count no seconds within a `with` block."""
+        active = self._active
+        self.pause()
+        yield
+        if active:
+            self.resume()
 
     def elapsed(self) -> tuple[int, float]:
         """Iterations that were timed until now, and their seconds."""
@@ -187,19 +198,23 @@ class Display:
         net: the train net.
         guard: of the update: shows clipping, skipped updates and the loss scale.
         clock: gives the seconds between two displays.
+        schedule: knows how many epochs were made.
         log: takes the lines.
     """
 
-    def __init__(self, param: SolverParameter, net: Net, guard: GradientScaler, clock: Clock, log: RootLog) -> None:
+    def __init__(
+        self, param: SolverParameter, net: Net, guard: GradientScaler, clock: Clock, schedule: Schedule, log: RootLog
+    ) -> None:
         self._param = param
         self._net = net
         self._guard = guard
         self._clock = clock
+        self._schedule = schedule
         self._log = log
         self.shown: DisplayedValues | None = None
         """The values of the last display."""
 
-    def show_iteration(self, iteration: int, loss: float, callback: SolverCallback, epochs: float | None) -> None:
+    def show_iteration(self, iteration: int, loss: float, callback: SolverCallback) -> None:
         """``Iteration 100 (54 iter/s, 1.85s/100 iters), loss = 0.21`` and a line for each output.
 
         NVIDIA's `solver.cpp` prints ``iter)`` and, where the number of records is known, the epochs made and in all:
@@ -209,7 +224,6 @@ class Display:
             iteration: the one that was just made.
             loss: this device's.
             callback: the other devices.
-            epochs: in one iteration; None: not known.
         """
         blobs = [blob.host_data().astype(np.float64).ravel() for blob in self._net.outputs.values()]
         values = callback.sum_over_devices(np.concatenate([[loss], *blobs])) / callback.world_size
@@ -220,7 +234,7 @@ class Display:
             rate,
             seconds,
             self._param.display,
-            self._unit(iteration, epochs),
+            self._unit(iteration),
             values[0],
         )
         self.shown = DisplayedValues(iteration, float(values[0]), by_name(self._net, values[1:]))
@@ -230,9 +244,10 @@ class Display:
         if sum(waits.values()) >= _WAIT_SHARE * seconds > 0:
             self._log("    Waited for data %s", format_waits(waits, seconds))
 
-    def _unit(self, iteration: int, epochs: float | None) -> str:
+    def _unit(self, iteration: int) -> str:
         if not self._net.context.nvidia:
             return "iters)"
+        epochs = self._schedule.epochs_per_iteration
         if epochs is None:
             return "iter)"
         return f"iter), {round(epochs * iteration, 1):g}/{round(epochs * self._param.max_iter, 1):g}ep"
@@ -243,7 +258,16 @@ class Display:
         self.shown = DisplayedValues(iteration, mean, {})
         self._log("Iteration %d, loss = %.6g", iteration, mean)
 
-    def show_rate(self, iteration: int, rate: float, momentum: float, weight_decay: float) -> None:
+    def show_update(self, iteration: int, due: bool, rate: float, momentum: float, weight_decay: float) -> None:
+        """Show rate and skipped updates where the display is `due`; clipping also where reading it does not wait."""
+        if due:
+            self._show_rate(iteration, rate, momentum, weight_decay)
+        if due or not self._net.backend.asynchronous:
+            self._show_clipping()
+        if due:
+            self.show_skipped(iteration)
+
+    def _show_rate(self, iteration: int, rate: float, momentum: float, weight_decay: float) -> None:
         """``Iteration 100, lr = 0.01``, in the words of the net's dialect, so that the dialect's log parsers read it.
 
         BVLC's `sgd_solver.cpp` prints the rate alone: its parse_log.sh takes the line's ninth word, where a comma would
@@ -265,7 +289,7 @@ class Display:
             scale,
         )
 
-    def show_clipping(self) -> None:
+    def _show_clipping(self) -> None:
         """What clipping did to the last gradients, if anything."""
         norm = self._guard.clipped()
         if norm is not None:

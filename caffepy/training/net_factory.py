@@ -9,15 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from caffepy.backend import Backend
-from caffepy.data.prefetch import never_cancel
-from caffepy.data.sharding import Shard
 from caffepy.errors import CaffepyError, ConfigError, OutOfMemoryError
 from caffepy.formats.dialect import Dialect, choose_dialect
 from caffepy.formats.load import filter_net, net_state, read_net
 from caffepy.formats.paths import PathResolver
 from caffepy.formats.proto import caffe_pb2
-from caffepy.layers.layer import LayerContext
+from caffepy.layers.layer import LayerContext, PassCounter
 from caffepy.layers.python import PythonLayer
 from caffepy.logs.trace import NO_TRACE, Tracer
 from caffepy.net import Net
@@ -58,34 +55,18 @@ class NetFactory:
 
     Args:
         param: the solver.
-        backend: the device.
-        shard: its rank among all devices.
-        resolve: finds the files that the solver names.
+        context: what its nets share: device, shard, timeout; it finds the files that the solver names.
         fuse: compute groups of layers as one.
         share: whether `share_memory` will be called.
-        timeout: longest wait of a data layer, in seconds.
-        check_wait: called while a data layer waits; ends the wait by raising.
     """
 
     def __init__(
-        self,
-        param: caffe_pb2.SolverParameter,
-        backend: Backend,
-        shard: Shard,
-        resolve: Resolve,
-        fuse: bool = False,
-        share: bool = False,
-        timeout: float = 600.0,
-        check_wait: Callable[[], None] = never_cancel,
+        self, param: caffe_pb2.SolverParameter, context: LayerContext, fuse: bool = False, share: bool = False
     ) -> None:
         self.param = param
-        self.backend = backend
-        self.shard = shard
-        self.resolve = resolve
+        self.context = context
         self.fuse = fuse
         self.share = share
-        self.timeout = timeout
-        self.check_wait = check_wait
         self._dialect: Dialect | None = None
         self._made: list[tuple[Net, caffe_pb2.NetParameter, caffe_pb2.NetState]] = []
 
@@ -175,7 +156,7 @@ class NetFactory:
     def spare_programs(self) -> None:
         """Share nothing on a CPU where layers are users' classes: a plan would make their objects a second time."""
         users = any(isinstance(layer, PythonLayer) for net, _, _ in self._made for layer in net.layers)
-        if users and not self.backend.captures:
+        if users and not self.context.backend.captures:
             self.share = False
 
     def share_memory(self) -> MemoryPlan:
@@ -192,27 +173,27 @@ class NetFactory:
             context = replace(net.context, sample_shapes=sample_shapes(net))
             plans.append(plan_memory(param, context, state, self.fuse))
         largest = max(plans, key=lambda plan: plan.arena)
-        arena = largest.new_arena(self.backend)
+        arena = largest.new_arena(self.context.backend)
         for plan, (net, _, _) in zip(plans, self._made, strict=True):
             plan.bind(net, arena)
         return plans[0]
 
     @property
     def _level(self) -> int:
-        return logging.INFO if self.shard.rank == 0 else logging.DEBUG
+        return logging.INFO if self.context.shard.rank == 0 else logging.DEBUG
 
     def _sources(self, fields: tuple[str, ...]) -> list[NetSource]:
         return [self._source(field, getattr(self.param, field)) for field in fields if self.param.HasField(field)]
 
     def _source(self, field: str, value: str | caffe_pb2.NetParameter) -> NetSource:
         if isinstance(value, str):
-            path = self.resolve(value)
+            path = self.context.resolve(value)
             if not os.path.exists(path):
                 raise ConfigError(
                     f"solver: {field}: '{value}' does not exist (looked from {working_folder()} and beside the solver)"
                 )
             return NetSource(read_net(path), f"{field} file: {path}", PathResolver(path))
-        return NetSource(value, field, self.resolve)
+        return NetSource(value, field, self.context.resolve)
 
     def _test_sources(self) -> list[NetSource]:
         param = self.param
@@ -232,17 +213,15 @@ class NetFactory:
         return own + generic * missing
 
     def _context(self, source: NetSource, state: caffe_pb2.NetState, test_iter: int) -> LayerContext:
-        return LayerContext(
-            self.backend,
+        return replace(
+            self.context,
             phase=state.phase,
             seed=self.param.random_seed,
-            shard=self.shard,
+            passes=PassCounter(),
             test_iter=test_iter,
             iter_size=self.param.iter_size,
             max_iter=self.param.max_iter,
             resolve=source.resolve,
-            timeout=self.timeout,
-            check_wait=self.check_wait,
             dialect=self._dialect,
             net_number=len(self._made),
         )

@@ -35,8 +35,8 @@ from caffepy.training.run_summary import (
     log_run,
     report_performance,
 )
+from caffepy.training.snapshot import SavedSolver
 from caffepy.training.solver import Solver
-from caffepy.training.state import SavedSolver
 from caffepy.training.stop_requests import SignalRequests
 from caffepy.utils.options import TIMEOUT
 

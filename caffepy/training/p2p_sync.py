@@ -33,8 +33,8 @@ from caffepy.training.callbacks.lr_find import LearningRateFinder
 from caffepy.training.callbacks.weight_average import WeightAverage
 from caffepy.training.options import TrainOptions
 from caffepy.training.run_summary import save_solver
+from caffepy.training.snapshot import SavedSolver
 from caffepy.training.solver import Solver, create_solver
-from caffepy.training.state import SavedSolver
 from caffepy.utils.clocks import suspend_aware_seconds
 
 logger = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ class P2PSync(DeviceThread):
             self._on_change()
             self._wait_for_go()
         if self._state is not None and self.spec.shard.rank != 0:
-            self.solver.adopt(self._state)
+            self.solver.snapshots.adopt(self._state)
         with self.heartbeat.collective("the connection of the devices"):
             communicator = self._communicator = self._connect()
             if self._several:
@@ -176,7 +176,7 @@ class P2PSync(DeviceThread):
         self.solver.callback.barrier()
         if self._options.keeps_trained:
             self.solver.average_statistics()
-            self.trained = self.solver.save_in_memory()
+            self.trained = self.solver.snapshots.save_in_memory()
         self._take_times(self.solver)
 
     def _wait_for_go(self) -> None:
@@ -231,7 +231,7 @@ class P2PSync(DeviceThread):
                 solver.add_callback(LearningRateFinder(options.lr_find))
             if options.check_only:
                 return solver
-            if options.assignments and solver.writes_snapshots:
+            if options.assignments and solver.snapshots.wanted:
                 save_solver(options)
             if loggers := make_loggers(options.loggers):
                 self._logger_callback = LoggerCallback(solver, loggers, options.log_histograms)
@@ -255,7 +255,7 @@ class P2PSync(DeviceThread):
             older = known[known.index(newest) + 1 :] if newest in known else []
             restore_first([newest, *older], partial(solver.restore, strict=True))
         if not self._options.overwrite:
-            solver.check_earlier_snapshots()
+            solver.snapshots.check_earlier()
 
     def _release(self) -> None:
         """Close loggers and the solver: its graphs have captured the communicator's calls."""

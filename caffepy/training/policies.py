@@ -235,6 +235,8 @@ class Hyperparameters:
         net: the train net.
         requests: of this device, which travel with the gradients.
         numbers: the update's, by iteration, learning rate and momentum; as many in every iteration.
+        loss: gives the mean loss of the last iterations and all devices, None before the first one, for the policy
+            "plateau".
         log: for the steps of the learning rate.
     """
 
@@ -244,6 +246,7 @@ class Hyperparameters:
         net: Net,
         requests: StopRequests,
         numbers: Callable[[int, float, float], tuple[float, ...]],
+        loss: Callable[[], float | None],
         log: RootLog,
     ) -> None:
         self.rate = self.momentum = self.weight_decay = 0.0
@@ -258,6 +261,7 @@ class Hyperparameters:
         self._net = net
         self._requests = requests
         self._numbers = numbers
+        self._loss = loss
         self._log = log
         count = RULE + len(numbers(0, 0.0, 0.5))
         self._scalars = net.backend.device_scalars(count, param.iter_size)
@@ -266,16 +270,15 @@ class Hyperparameters:
         """The rate of an iteration, as far as it does not depend on the next loss."""
         return learning_rate(self._param, iteration, self.current_step)[0]
 
-    def send(self, iteration: int, passes: range, loss: float | None) -> None:
+    def send(self, iteration: int, passes: range) -> None:
         """Copy the numbers of an iteration to the device.
 
         Args:
             iteration: how many were made before.
             passes: the numbers of its forward passes.
-            loss: of the last iterations and all devices, for the policy "plateau"; None: there was none.
         """
         param, context = self._param, self._net.context
-        self.rate = self._next_rate(iteration, loss)
+        self.rate = self._next_rate(iteration)
         self.momentum = momentum(param, iteration, self.rate)
         self.weight_decay = decay = weight_decay(param, iteration, context.nvidia)
         l1 = param.regularization_type == "L1"
@@ -291,9 +294,9 @@ class Hyperparameters:
             self._log("StepEarly Status: Iteration %d, step = %d", iteration, step)
         self.current_step = step
 
-    def _next_rate(self, iteration: int, loss: float | None) -> float:
+    def _next_rate(self, iteration: int) -> float:
         if self._param.lr_policy == "plateau":
-            step = self.plateau.next_step(iteration, loss, self.current_step, self._param.plateau_winsize)
+            step = self.plateau.next_step(iteration, self._loss(), self.current_step, self._param.plateau_winsize)
             if step != self.current_step:
                 self._log("Plateau Status: Iteration %d, step = %d", iteration, step)
             self.current_step = step
@@ -302,6 +305,11 @@ class Hyperparameters:
             self._log("MultiStep Status: Iteration %d, step = %d", iteration, step)
         self.current_step = step
         return rate
+
+    @property
+    def shown(self) -> tuple[float, float, float]:
+        """Learning rate, momentum and weight decay of the iteration for which `send` was called last."""
+        return self.rate, self.momentum, self.weight_decay
 
     @property
     def flags(self) -> Array:

@@ -21,6 +21,7 @@ from caffepy.formats.snapshot_files import (
     describe_snapshot,
     iteration_of,
     remove_snapshot,
+    snapshot_paths,
     snapshots,
     stored_weights,
     weights_beside,
@@ -28,7 +29,6 @@ from caffepy.formats.snapshot_files import (
 from caffepy.net import Net
 from caffepy.net.trained_layers import first_difference
 from caffepy.training.display import RootLog
-from caffepy.training.state import snapshot_paths
 from caffepy.utils.options import RetentionPolicy
 from caffepy.utils.registry import suggest
 

@@ -84,11 +84,14 @@ class StopRequests:
         """
         if self._cancelled:
             raise AbortedError("training was stopped while it waited for data")
-        if not self._alone:
-            return
-        self.poll()
-        if Action.STOP in self._wanted:
+        if self.stop_at_once():
             raise StopRequestedError("a stop was requested while training waited for data")
+
+    def stop_at_once(self) -> bool:
+        """Whether this device trains alone and a stop is requested by now."""
+        if self._alone:
+            self.poll()
+        return self._alone and Action.STOP in self._wanted
 
     def flags(self) -> list[float]:
         """1 for each of `FLAGS` that still has to be sent to the other devices, else 0."""

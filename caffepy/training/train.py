@@ -23,8 +23,8 @@ from caffepy.training.devices import check_gpus
 from caffepy.training.options import TrainOptions
 from caffepy.training.p2p_manager import P2PManager
 from caffepy.training.prepare import configure, train_options
+from caffepy.training.snapshot import SavedSolver
 from caffepy.training.solver import Solver, create_solver
-from caffepy.training.state import SavedSolver
 from caffepy.utils.options import check_names, options_of
 from caffepy.utils.progress import interactive, progress_bar
 from caffepy.utils.registry import suggest
@@ -109,7 +109,7 @@ def _maker(options: TrainOptions, saved: SavedSolver) -> Callable[[], Solver]:
         try:
             with backend.activate():
                 solver = create_solver(param, backend, resolve=options.resolve, engine=engine)
-                solver.restore_from_memory(saved)
+                solver.snapshots.restore_from_memory(saved)
                 return solver
         except BaseException:
             backend.close()

@@ -13,7 +13,6 @@ from google.protobuf import text_format
 
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.backend.meta import MetaBackend
-from caffepy.data.sharding import Shard
 from caffepy.errors import UserError
 from caffepy.formats.load import read_net, read_solver
 from caffepy.formats.logged_solver import describe_solver, read_logged_solver
@@ -48,7 +47,7 @@ def solver_text(path: Path) -> None:
         policies.weight_decay(param, iteration)
     resolve = PathResolver(path)
     resolve.output(param.snapshot_prefix)
-    net, context, state = NetFactory(param, MetaBackend(), Shard(), resolve).train_setup()
+    net, context, state = NetFactory(param, LayerContext(MetaBackend(), resolve=resolve)).train_setup()
     Net(net, replace(context, sample_shapes=LENET_SHAPES), state).close()
 
 

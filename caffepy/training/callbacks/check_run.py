@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from caffepy.formats.proto.caffe_pb2 import SolverParameter
+from caffepy.formats.snapshot_files import snapshot_paths
 from caffepy.net.memory_plan import GIBIBYTE, MEBIBYTE
-from caffepy.training.state import snapshot_paths
 
 if TYPE_CHECKING:
     from caffepy.training.solver import Solver
@@ -55,7 +55,7 @@ def check_training(solver: Solver) -> None:
         solver.log(
             "Check: %.1f GiB of memory on %s are free beside this training", free / GIBIBYTE, solver.backend.name
         )
-    if solver.writes_snapshots and solver.callback.is_root:
+    if solver.snapshots.wanted and solver.callback.is_root:
         _check_space(solver)
     solver.log("Check: training can begin; nothing was written")
     solver.stopped_early = True

@@ -66,15 +66,15 @@ class WeightAverage:
         backend.apply(moved_towards, (self._average, parameters.data, 0.0), (self._average,))
         self._swap()
         self._swap()
-        if solver.resumed_from is not None:
-            self._restore(averaged_weights_beside(solver.resumed_from))
+        if solver.snapshots.resumed_from is not None:
+            self._restore(averaged_weights_beside(solver.snapshots.resumed_from))
 
     def _restore(self, path: Path) -> None:
         solver = self._solver
         if not path.exists():
             log.warning("%s does not exist: the average of the parameters begins with the snapshot's weights", path)
             return
-        solver.copy_layers(read_caffemodel(path), path)
+        solver.net.copy_trained_layers_from(read_caffemodel(path), str(path))
         self._swap()
         solver.log("Restored the average of the parameters from %s", path)
 

@@ -151,7 +151,7 @@ def train(
     root = syncs[0].solver
     assert root is not None
     for sync in syncs:
-        sync.go(root.restored)
+        sync.go(root.snapshots.restored)
     for sync in syncs:
         assert sync.join(300)
     return syncs

@@ -17,7 +17,8 @@ from caffepy.errors import NonFiniteError, RunError
 from caffepy.logs.trace import Trace
 from caffepy.training.callback import Action
 from caffepy.training.graph_executor import IN_FLIGHT
-from caffepy.training.solver import CHECK_INTERVAL, Solver, create_solver
+from caffepy.training.schedule import CHECK_INTERVAL
+from caffepy.training.solver import Solver, create_solver
 from caffepy.utils.options import ExecutionOptions
 
 SOLVER = 'base_lr: 0.1 lr_policy: "inv" gamma: 0.1 power: 0.75 momentum: 0.9 random_seed: 3 '

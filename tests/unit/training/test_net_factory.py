@@ -11,10 +11,10 @@ import pytest
 from training import CPU, solver_param
 
 from caffepy.backend.cpu.backend import CpuBackend
-from caffepy.data.sharding import Shard
 from caffepy.errors import OutOfMemoryError
 from caffepy.formats.paths import PathResolver
 from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.layer import LayerContext
 from caffepy.net.memory_plan import largest, largest_batch, plan_memory, with_batch, written_batch
 from caffepy.training.net_factory import NetFactory
 from caffepy.training.solver import create_solver
@@ -126,7 +126,7 @@ def test_users_layers_are_made_once_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
 
 
 def factory(backend: CpuBackend) -> NetFactory:
-    return NetFactory(solver_param(SOLVER, NET), backend, Shard(), PathResolver(None))
+    return NetFactory(solver_param(SOLVER, NET), LayerContext(backend, resolve=PathResolver(None)))
 
 
 def test_a_training_that_runs_out_says_where_and_what_would_fit():

@@ -117,7 +117,7 @@ def test_older_ones_stay_when_the_newest_cannot_be_read_back(
         solver.restore(Path("x_iter_4.solverstate"))
         solver.step(1)
         broken = lambda path, *_: path.write_bytes(b"no weights")  # noqa: E731
-        monkeypatch.setattr("caffepy.training.solver.write_caffemodel", broken)
+        monkeypatch.setattr("caffepy.training.snapshot.write_caffemodel", broken)
         solver.snapshot()
     assert left(folder) == [2, 4, 5]
     assert "older snapshots are kept, because the newest cannot be read back: x_iter_5.caffemodel" in caplog.text
@@ -129,7 +129,7 @@ def test_devices_that_are_not_the_root_remove_nothing(folder: Path) -> None:
     other.is_root = False
     with build_solver(SOLVER, NET, keep=RetentionPolicy(keep_last=1), callback=other) as solver:
         solver.restore(Path("x_iter_4.solverstate"))
-        solver.retention.wrote(Path("x_iter_4.solverstate"))
+        solver.snapshots.retention.wrote(Path("x_iter_4.solverstate"))
     assert left(folder) == [2, 4]
 
 
@@ -193,9 +193,9 @@ def test_a_best_that_falls_back_is_removed_after_its_test(folder: Path, monkeypa
 def test_the_loss_is_the_sum_of_the_weighted_ones(caplog: pytest.LogCaptureFixture) -> None:
     net = SCORED.replace('top: "loss" }', 'top: "error" loss_weight: 2 }')
     with build_solver(SOLVER, net, keep=RetentionPolicy(keep_best="loss")) as solver, caplog.at_level(logging.INFO):
-        solver._snapshot_at = 0
+        solver.snapshots.iteration = 0
         scores = solver.test_all()
-        assert solver.retention.scores == {0: pytest.approx(2 * float(scores[0]["error"]))}
+        assert solver.snapshots.retention.scores == {0: pytest.approx(2 * float(scores[0]["error"]))}
 
 
 def build(text: str, best: str) -> Solver:
@@ -246,7 +246,7 @@ def check(text: str, net: str = NET, resume: str = "", **keywords: Any) -> None:
     with build_solver(SOLVER + text, net, **keywords) as solver:
         if resume:
             solver.restore(Path(resume))
-        solver.check_earlier_snapshots()
+        solver.snapshots.check_earlier()
 
 
 @pytest.mark.parametrize("form", FORMATS)
