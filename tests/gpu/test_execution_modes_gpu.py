@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import compare_nets
 import execution_modes
-import net_agreement
 import pytest
+from compare_nets import Differences
 from execution_modes import compare_inference, compare_training, persistent
-from net_agreement import Differences
 from wide_nets import WideNet
 
 from caffepy.backend import Backend, create_backend
@@ -29,7 +29,7 @@ def untuned() -> Iterator[Backend]:
 @pytest.fixture(autouse=True)
 def allow_other_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused and folded kernels add up in another order than cuDNN's; captured ones give the eager ones' bits."""
-    monkeypatch.setattr(net_agreement, "TOLERANCE", 1e-4)
+    monkeypatch.setattr(compare_nets, "TOLERANCE", 1e-4)
     monkeypatch.setattr(execution_modes, "TRAINED", 2e-3)
 
 

@@ -8,16 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from compare_nets import TOLERANCE, TRIES, Values, build, errors, groups, make_inputs, pass_once
+from compare_nets import FUSED, build, errors, fusible_param, groups, pass_once
 from compare_nets import root_mean_square as usual
 from compare_nets import run as run_net
-from fusible_nets import FusibleNet
+from execution_modes import ATTEMPTS
+from wide_nets import Values, fusible_net
 
 from caffepy.backend import Backend, create_backend
 from caffepy.net import Net
 
 NETS, PARTS = 60, 4
-ALLOWED = {"FLOAT": TOLERANCE, "FLOAT16": 0.03, "BFLOAT16": 0.2}
+ALLOWED = {"FLOAT": FUSED, "FLOAT16": 0.03, "BFLOAT16": 0.2}
 """Allowed distance from plain layers in float32, root mean square."""
 SMALLEST = {"FLOAT": 0.01, "FLOAT16": 0.1, "BFLOAT16": 0.1}
 """Part of the net's largest gradient by which each is measured at least: below it half precision leaves roundings."""
@@ -53,13 +54,13 @@ def run_captured(net: Net, inputs: Values) -> tuple[Values, Values]:
 
 
 def compare(backend: Backend, seed: int, kind: str, share: bool) -> tuple[dict[str, float], list[str]]:
-    """As `compare_nets.compare_on_cpu`, with captured passes."""
-    random_net = FusibleNet(seed)
-    phase, exact, param = random_net.phase, random_net.param(), random_net.param(kind)
+    """As `compare_nets.compare_fused`, with captured passes."""
+    wide = fusible_net(seed)
+    (exact, phase), (param, _) = fusible_param(wide), fusible_param(wide, kind)
     worst: dict[str, float] = {}
     fused: list[str] = []
-    for attempt in range(TRIES):
-        inputs = make_inputs(random_net, 1000 * seed + attempt)
+    for attempt in range(ATTEMPTS):
+        inputs = wide.values(attempt)
         wanted = run_net(build(exact, phase, backend, False), inputs)
         limits = dict.fromkeys(wanted, ALLOWED[kind])
         if kind != "FLOAT":

@@ -10,12 +10,12 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from compare_nets import errors, make_inputs, root_mean_square
-from fusible_nets import FusibleNet
+from compare_nets import errors, root_mean_square
 from google.protobuf import text_format
 from other_arrays import OnlyDlpack
 from subprocess_training import NORMALISED_NET, SubprocessTraining
 from training import solver_param, weights_of
+from wide_nets import fusible_net
 
 import caffepy
 from caffepy.backend import Backend, create_backend
@@ -183,8 +183,8 @@ def test_random_nets(untuned: Backend, part: int, kind: str) -> None:
     with untuned.activate():
         folded = 0
         for seed in range(part, NETS_TRIED, PARTS):
-            random_net = FusibleNet(seed)
-            text, inputs = text_format.MessageToString(random_net.param()), make_inputs(random_net, seed)
+            wide = fusible_net(seed)
+            text, inputs = text_format.MessageToString(wide.param()), wide.values(seed)
             nets = [
                 build(text, untuned, fuse, dtype) for fuse, dtype in ((False, "FLOAT"), (False, kind), (True, kind))
             ]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from random_programs import run_program
-from shared_memory_programs import run_program as run_shared_memory_program
+from shared_memory_programs import Program
 
 from caffepy import pycaffe as caffe
 from caffepy.pycaffe.device import mode
@@ -371,4 +371,4 @@ def test_random_programs_do_what_caffe_does(first: int) -> None:
 
 def test_programs_that_write_before_a_pass_do_what_caffe_does() -> None:
     for seed in range(2001, 2031):
-        run_shared_memory_program(seed)
+        run_program(seed, 25, Program)

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from net_agreement import Differences, differences, give_parameters
+from compare_nets import Differences, differences, give_parameters
 from wide_nets import Values, WideNet
 
 from caffepy import pycaffe as caffe

@@ -1,24 +1,13 @@
-"""Compares one way of running a net with another: losses, outputs, statistics and gradients.
-
-As a program it compares random nets on the CPU, fused ones whose blobs share memory with plain ones;
-from the repository's root:
-
-    python tests/support/compare_nets.py --count 2000
-    python tests/support/compare_nets.py --first 1234 --count 1 --show
-"""
+"""Compares one way of running a net with another: losses, outputs, statistics and gradients."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from fusible_nets import CLASSES, FusibleNet
+from wide_nets import Values, WideNet
 
 from caffepy.backend import Backend, create_backend
 from caffepy.backend.cpu.backend import CpuBackend
@@ -27,14 +16,14 @@ from caffepy.layers.layer import LayerContext
 from caffepy.net import Net
 from caffepy.net.memory_plan import plan_memory
 
-Values = dict[str, Any]
-"""What a run gave, NumPy arrays by name."""
+Differences = dict[str, float]
+"""How far one way is from another, by what and where, in proportion to the largest value."""
 
+TOLERANCE = 2e-5
+FUSED = 2e-3
+"""`TOLERANCE` of two passes with gradients."""
 PASSES = 2
 """Passes of a comparison; the second one's gradients are added to the first one's."""
-
-TRIES = 3
-"""Inputs with which two runs have to differ: a rounding beside the kink of a ReLU makes a difference with one only."""
 
 
 class SpoilingBackend(CpuBackend):
@@ -50,16 +39,6 @@ class SpoilingBackend(CpuBackend):
     def _spoil(buffer: Any) -> None:
         if buffer is not None:
             buffer.view(np.uint8)[...] = 0xFF
-
-
-def make_inputs(random_net: FusibleNet, seed: int) -> Values:
-    """Numbers for the net's inputs."""
-    generator = np.random.default_rng(seed)
-    values: Values = {
-        name: generator.standard_normal(shape).astype(np.float32) for name, shape in random_net.inputs.items()
-    }
-    values["label"] = generator.integers(0, CLASSES, random_net.inputs["label"]).astype(np.float32)
-    return values
 
 
 def build(param: caffe_pb2.NetParameter, phase: int, backend: Backend, fuse: bool, share: bool = False) -> Net:
@@ -87,10 +66,10 @@ def run(net: Net, inputs: Values, passes: Passes = pass_once) -> Values:
     """Outputs, losses, parameters, their gradients and, with force_backward, those of the data."""
     found: Values = {}
     net.context.passes.number = 0
-    for name, values in inputs.items():
-        net.backend.from_host(values, net.blobs[name].data)
     net.clear_param_diffs()
     for number in range(PASSES):
+        for name, values in inputs.items():
+            net.backend.from_host(values, net.blobs[name].data)
         passes(net)
         found[f"loss {number}"] = np.float32(net.loss())
         found.update({f"{name} {number}": blob.host_data() for name, blob in net.outputs.items()})
@@ -143,65 +122,61 @@ def groups(net: Net) -> list[str]:
     return [node.layer.type for node in net.schedule if " + " in node.layer.type]
 
 
-# -- on the CPU --------------------------------------------------------------------------------------------
-
-TOLERANCE = 2e-3
-
-
-def compare_on_cpu(seed: int, shares: Sequence[bool] = (False, True)) -> tuple[dict[str, float], list[str]]:
-    """How far a fused net is from a plain one.
-
-    Args:
-        seed: stands for the net.
-        shares: whether the fused net's blobs share memory.
-
-    Returns:
-        The errors above `TOLERANCE` that every one of several inputs shows; and the groups that were fused.
-    """
-    random_net = FusibleNet(seed)
-    param, phase = random_net.param(), random_net.phase
-    plain, spoiling = create_backend(None, 1), SpoilingBackend(1)
-    worst: dict[str, float] = {}
-    fused: list[str] = []
-    for attempt in range(TRIES):
-        inputs = make_inputs(random_net, 1000 * seed + attempt)
-        wanted = run(build(param, phase, plain, False), inputs)
-        far: dict[str, float] = {}
-        for share in shares:
-            net = build(param, phase, spoiling if share else plain, True, share)
-            fused, got = groups(net), run(net, inputs)
-            if share and "d data" in got:
-                got["d data"] = wanted["d data"]  # others may use its memory when the pass is over
-            label = " (shared)" if share else ""
-            far.update({name + label: e for name, e in errors(got, wanted).items() if not e <= TOLERANCE})
-        worst = {name: min(e, worst.get(name, e)) for name, e in far.items() if attempt == 0 or name in worst}
-        if not worst:
-            break
-    return worst, fused
+def fusible_param(wide: WideNet, kind: str = "FLOAT") -> tuple[caffe_pb2.NetParameter, int]:
+    """The net as it is fused, and its phase: one of ten is tested, one of five gives its data a gradient."""
+    param = wide.param(kind)
+    param.force_backward = wide.seed % 5 == 0
+    return param, caffe_pb2.TEST if wide.seed % 10 == 9 else caffe_pb2.TRAIN
 
 
-def main() -> int:
-    """Compare many nets; returns how many differ."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=100, help="how many nets (default: %(default)s)")
-    parser.add_argument("--first", type=int, default=0, help="the first net's seed (default: %(default)s)")
-    parser.add_argument("--show", action="store_true", help="print the nets that differ, or the only one")
-    options = parser.parse_args()
-    differing, fused, begin = [], Counter[str](), time.monotonic()
-    for seed in range(options.first, options.first + options.count):
-        worst, found = compare_on_cpu(seed)
-        fused.update(found)
-        if worst:
-            differing.append(seed)
-            print(f"net {seed} differs: {', '.join(f'{name} by {e:.3g}' for name, e in sorted(worst.items()))}")
-        if options.show and (worst or options.count == 1):
-            print(FusibleNet(seed).text)
-    for types, count in fused.most_common():
-        print(f"{count:6} {types}")
-    seconds = time.monotonic() - begin
-    print(f"{options.count} nets, {sum(fused.values())} groups, {len(differing)} nets differ, {seconds:.0f} s")
-    return min(len(differing), 1)
+def compare_fused(wide: WideNet, attempt: int = 0) -> Differences:
+    """A fused net, whose blobs share memory with half of the seeds, and a plain one."""
+    param, phase = fusible_param(wide)
+    share = wide.seed // 10 % 2 == 1
+    plain, fused = create_backend(None, 1), SpoilingBackend(1) if share else create_backend(None, 1)
+    inputs = wide.values(attempt)
+    wanted = run(build(param, phase, plain, False), inputs)
+    got = run(build(param, phase, fused, True, share), inputs)
+    if share and "d data" in got:
+        got["d data"] = wanted["d data"]  # others may use its memory when the pass is over
+    return {name: error for name, error in errors(got, wanted).items() if not error <= FUSED}
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def give_parameters(net: Net, seed: int = 1) -> None:
+    """Values such as training leaves: statistics that are not 0, variances that are not small."""
+    generator = np.random.default_rng(seed)
+    for layer in net.layers:
+        for index, blob in enumerate(layer.blobs):
+            values = blob.host_data()
+            if layer.type == "BatchNorm" and index < 3:
+                values = (
+                    generator.normal(0, 0.3, blob.shape)
+                    if index == 0
+                    else generator.uniform(0.5, 2, blob.shape)
+                    if index == 1
+                    else np.ones(blob.shape)
+                )
+            elif blob.gradient_owner is blob:
+                values = values + generator.normal(0, 0.05, blob.shape)
+            net.backend.from_host(values.astype(np.float32), blob.data)
+
+
+def distance(found: Any, wanted: Any) -> float:
+    """The largest difference in proportion to the largest value; infinite where shapes or NaNs differ."""
+    if np.shape(found) != np.shape(wanted) or not np.array_equal(np.isfinite(found), np.isfinite(wanted)):
+        return np.inf
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(np.asarray(found, np.float64) - wanted)[np.isfinite(wanted)]
+    return float(apart.max(initial=0) / max(np.abs(wanted[np.isfinite(wanted)]).max(initial=0), 1e-2))
+
+
+def differences(found: Values, wanted: Values, where: str, limit: float | None = None) -> Differences:
+    """Those beyond the limit, `TOLERANCE` by default; 0 wants the same bits."""
+    limit = TOLERANCE if limit is None else limit
+    apart = dict.fromkeys((f"{where}: {name}" for name in found.keys() ^ wanted.keys()), np.inf)
+    for name in found.keys() & wanted.keys():
+        same = np.array_equal(found[name], wanted[name], equal_nan=True)
+        error = 0.0 if same else distance(np.asarray(found[name]), np.asarray(wanted[name]))
+        if error > limit or (limit == 0 and not same):
+            apart[f"{where}: {name}"] = error
+    return apart

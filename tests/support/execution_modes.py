@@ -21,10 +21,10 @@ from random import Random
 
 import numpy as np
 from caffe_programs import compare_programs
+from compare_nets import Differences, compare_fused, differences, give_parameters
 from fake_graph_backend import FakeGraphBackend
-from net_agreement import Differences, differences, give_parameters
 from training import solver_param
-from wide_nets import Values, WideNet
+from wide_nets import Values, WideNet, fusible_net
 
 from caffepy.backend import Backend, create_backend
 from caffepy.errors import ConfigError, ShapeError, UserError
@@ -248,7 +248,13 @@ MODES: dict[str, Callable[..., Differences]] = {
     "training": compare_training,
     "onnxruntime": compare_runtime,
     "captured": compare_captured,
+    "fused": compare_fused,
 }
+
+
+def net_for(mode: str, seed: int) -> WideNet:
+    """The net that a mode is tried on."""
+    return fusible_net(seed) if mode == "fused" else WideNet(seed)
 
 
 def persistent(mode: Callable[..., Differences], wide: WideNet) -> Differences:
@@ -267,7 +273,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100, help="how many nets (default: %(default)s)")
     parser.add_argument("--first", type=int, default=0, help="the first net's seed (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=9, help="most layers of a net (default: %(default)s)")
     parser.add_argument("--modes", default=",".join(MODES), help="which modes (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after so long")
     parser.add_argument("--show", action="store_true", help="print the nets that differ")
@@ -279,11 +284,11 @@ def main() -> int:
             break
         tried += 1
         for name in options.modes.split(","):
-            if said := _tried(name, WideNet(seed, options.layers)):
+            if said := _tried(name, net_for(name, seed)):
                 differing[name] += 1
                 print(f"net {seed}, {name}: {said}", flush=True)
                 if options.show:
-                    print(WideNet(seed, options.layers).text)
+                    print(net_for(name, seed).text)
     print(f"{tried} nets, {dict(differing)} differ, {time.monotonic() - begin:.0f} s")
     return int(bool(differing))
 

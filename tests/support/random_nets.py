@@ -1,6 +1,6 @@
 """What the generators of random nets share.
 
-`fusible_nets` makes chains and branches, `wide_nets` every layer type, `named_nets` layers whose names say nothing.
+`wide_nets` makes nets of every layer type, `named_nets` layers whose names say nothing.
 """
 
 from __future__ import annotations

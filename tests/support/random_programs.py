@@ -31,6 +31,7 @@ from caffepy.errors import SnapshotError
 Floats = NDArray[np.float32]
 TRAIN, TEST = 0, 1
 TOLERANCE = 1e-4
+STEPS = 40
 LARGEST, FRAGILE = 1e4, 1e-4
 """A program ends where a number of the model is larger, or that before a ReLU smaller: rounding would show."""
 
@@ -997,22 +998,22 @@ def _variant(random: Random, form: Form) -> Form:
     return _shared(random, _with_side(random, varied))
 
 
-def run_program(seed: int, steps: int = 40) -> None:
-    """A program of this seed.
+def run_program(seed: int, steps: int = STEPS, kind: type[Any] = Program) -> None:
+    """A program of this seed and kind.
 
     Raises:
         DifferenceError: caffepy and the model differ.
     """
     with tempfile.TemporaryDirectory() as folder:
-        Program(seed, Path(folder)).run(steps)
+        kind(seed, Path(folder)).run(steps)
 
 
-def main() -> int:
-    """Run programs and print those that fail; the exit status says whether one did."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(description: str, kind: type[Any] = Program) -> int:
+    """Run programs of a kind and print those that fail; the exit status says whether one did."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100, help="how many programs")
     parser.add_argument("--seed", type=int, default=1, help="of the first program; the next ones follow")
-    parser.add_argument("--steps", type=int, default=40, help="steps of a program")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of a program")
     parser.add_argument("--gpu", action="store_true", help="on the first GPU, in float32")
     parser.add_argument("--failures", type=int, default=5, help="after so many the run ends")
     options = parser.parse_args()
@@ -1023,7 +1024,7 @@ def main() -> int:
     started, failed = time.monotonic(), 0
     for seed in range(options.seed, options.seed + options.count):
         try:
-            run_program(seed, options.steps)
+            run_program(seed, options.steps, kind)
         except DifferenceError as error:
             failed += 1
             print(f"--- seed {seed}: {error}\n", flush=True)
@@ -1034,4 +1035,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(str(__doc__)))

@@ -11,11 +11,8 @@ place.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,18 +20,12 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from random_programs import DifferenceError, Floats, main
 
 from caffepy import pycaffe as caffe
 
-Floats = NDArray[np.float32]
 SHARED_AT_SETUP = ("Reshape", "Concat", "Slice")
 SHARED_IN_PASSES = ("Flatten", "Permute", "Split")
-STEPS = 25
-
-
-class DifferenceError(AssertionError):
-    """caffepy and the model differ."""
 
 
 class ModelBlob:
@@ -342,36 +333,5 @@ class Program:
             )
 
 
-def run_program(seed: int, steps: int = STEPS) -> None:
-    """Run a program of this seed.
-
-    Raises:
-        DifferenceError: caffepy and the model differ.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        Program(seed, Path(folder)).run(steps)
-
-
-def main() -> int:
-    """Run programs and print those that fail; the exit status says whether one did."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=100, help="how many programs")
-    parser.add_argument("--seed", type=int, default=1, help="of the first program; the next ones follow")
-    parser.add_argument("--steps", type=int, default=STEPS, help="steps of a program")
-    parser.add_argument("--failures", type=int, default=5, help="after so many the run ends")
-    options = parser.parse_args()
-    started, failed = time.monotonic(), 0
-    for seed in range(options.seed, options.seed + options.count):
-        try:
-            run_program(seed, options.steps)
-        except DifferenceError as error:
-            failed += 1
-            print(f"--- seed {seed}: {error}\n", flush=True)
-            if failed >= options.failures:
-                break
-    print(f"{seed - options.seed + 1} programs in {time.monotonic() - started:.0f} s, {failed} failed")
-    return int(failed > 0)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(str(__doc__), Program))

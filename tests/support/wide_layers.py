@@ -46,6 +46,11 @@ SINGLE: dict[str, list[str]] = {
         *["batch_norm_param { eps: <0.1|0.5> <|scale_bias: true> }"] * 2,
         "batch_norm_param { eps: <0.1|0.5> use_global_stats: <true|true|false> <|scale_bias: true> }",
     ],
+    "BN": [
+        "bn_param { slope_filler { type: 'uniform' min: 0.5 max: 2 } bias_filler { value: 0.3 } eps: 1 }",
+        "bn_param { slope_filler { value: 1 } eps: 1 <inverse_std|frozen>: true }",
+        "bn_param { bn_mode: INFERENCE scale_filler { type: 'uniform' min: 0.5 max: 2 } }",
+    ],
     "Scale": [
         *[f"scale_param {{ bias_term: <true|false> {FILLER} }}"] * 2,
         f"scale_param {{ axis: <0|1|2|-1> num_axes: <-1|0|1|2> bias_term: <true|false> {FILLER} }}",
@@ -67,7 +72,7 @@ SINGLE: dict[str, list[str]] = {
     "Swish": ["swish_param { beta: <1|1.5> }"],
     "Clip": ["clip_param { min: -0.5 max: 0.8 }"],
     "Threshold": ["threshold_param { threshold: 0.5 }"],
-    "Power": ["tame power_param { scale: -0.7 shift: 0.2 }", "power_param { power: 2 shift: 0.5 }", "tame"],
+    "Power": ["tame power_param { scale: -0.7 shift: 0.2 }", "power_param { power: <2|3> shift: 0.5 }", "tame"],
     "Exp": ["exp_param { scale: 0.2 <|base: 2> }"],
     "Log": ["log_param { shift: 1.1 }"],
     "AbsVal": [""],
@@ -189,8 +194,28 @@ IN_PLACE = {
     "Scale",
     "Bias",
     "BatchNorm",
+    "BN",
     "Softmax",
 }
+FUSIBLE = tuple(
+    sorted(
+        {
+            *IN_PLACE - {"ReLU6", "HardSwish", "Mish"},
+            "Convolution",
+            "Deconvolution",
+            "InnerProduct",
+            "Pooling",
+            "Eltwise",
+            "Concat",
+            "Slice",
+            "Split",
+            "LRN",
+            "Flatten",
+            "Reshape",
+        }
+    )
+)
+"""Of `fusible_net`: types that are fused, and some between them."""
 BOUNDING = {"Sigmoid", "TanH", "Softmax", "Clip", "ReLU6", "Normalize", "Threshold"}
 POSITIVE = {"ReLU6", "AbsVal", "Sigmoid", "Softmax", "Exp", "BNLL", "Threshold"}
 WILD = {"Power", "Exp"}
@@ -202,7 +227,8 @@ WEIGHTS = {
     "BatchNorm": 8,
     "Scale": 6,
     "ReLU": 8,
-    "InnerProduct": 5,
+    "InnerProduct": 8,
+    "Log": 3,
     "Pooling": 4,
     "Split": 2,
     "Slice": 3,

@@ -16,6 +16,7 @@ from google.protobuf import text_format
 from random_nets import RandomNet, Shape, Stem, input_layer
 from wide_layers import (
     BOUNDING,
+    FUSIBLE,
     IN_PLACE,
     INPUT_KINDS,
     LOSSES,
@@ -54,11 +55,12 @@ class WideNet(RandomNet):
     Args:
         seed: of everything, the parameters' values not counted.
         layers: at most so many, losses not counted.
-        only: types to take, all if empty.
+        only: types to take, all if empty; with some, the nets have longer chains and more readers.
     """
 
     def __init__(self, seed: int, layers: int = 9, only: Sequence[str] = ()) -> None:
         super().__init__(seed)
+        self._stays_open, self._odd = (0.05, 0.01) if only else (0.25, 0.06)
         self.seed = seed
         self._large = self._chance(0.2)
         self._only = only
@@ -110,7 +112,7 @@ class WideNet(RandomNet):
             self._open.append(self._input("more", shape if self._chance(0.6) else (shape[0], 3, 5), "normal"))
         for _ in range(layers):
             self._step()
-        for stem in self._random.sample(self._open, min(2, len(self._open))):
+        for stem in self._random.sample(self._open, min(8 if self._only else 2, len(self._open))):
             self._finish(stem)
 
     def _step(self) -> None:
@@ -120,11 +122,30 @@ class WideNet(RandomNet):
             added = self._pair(stem) if self._chance(0.25) else self._single(stem)
             if added:
                 self._follow()
+                if self._only:
+                    self._chain()
                 return
+
+    def _chain(self) -> None:
+        """Up to four layers by elements behind the last layer, now and then with five readers."""
+        kinds = [kind for kind in self._only if kind in IN_PLACE and kind != "Log"]
+        weights = [WEIGHTS.get(kind, 1) for kind in kinds]
+        for _ in range(self._random.randint(0, 4) if self._open else 0):
+            stem = self._open[-1]
+            kind = "Log" if stem.positive and self._chance(0.1) else self._random.choices(kinds, weights)[0]
+            self._add(kind, self._fill(self._random.choice(SINGLE[kind]), stem), [stem])
+            self._follow()
+        if self._open and self._chance(0.15):
+            stem = self._open[-1]
+            stem.free = False
+            self._stays_open = 1
+            for kind in self._random.choices(kinds, weights, k=5):
+                self._add(kind, self._fill(self._random.choice(SINGLE[kind]), stem), [stem])
+            self._stays_open = 0.05
 
     def _follow(self) -> None:
         """Add what usually stands behind a layer: groups that are computed as one."""
-        while self._open and self._chance(0.5):
+        while self._open and self._chance(0.85 if self._only else 0.5):
             stem, last = self._open[-1], self._layers[-1]
             kind = next((after for before, after in USUAL if f'type: "{before}"' in last and self._chance(0.7)), None)
             if kind is None or (self._only and kind not in self._only):
@@ -211,7 +232,7 @@ class WideNet(RandomNet):
         settings += self._extras(kind, settings, tried.parameters, bottoms, count)
         self._layer(kind, [one.name for one in bottoms], tops, settings)
         for one in bottoms:
-            if one in self._open and (one.name in tops or not self._chance(0.25)):
+            if one in self._open and (one.name in tops or not self._chance(self._stays_open)):
                 self._open.remove(one)
             elif one in self._open:
                 self._open[self._open.index(one)] = replace(one, free=False)
@@ -234,9 +255,9 @@ class WideNet(RandomNet):
             if share and kind not in STOPPING:
                 self._again.append((kind, settings, bottoms[0].shape, params))
             text += params
-        if not kind.endswith("Loss") and tops == 1 and kind not in STOPPING and self._chance(0.06):
+        if not kind.endswith("Loss") and tops == 1 and kind not in STOPPING and self._chance(self._odd):
             text += f" loss_weight: {self._random.choice([0.3, -0.2, 1])}"
-        if kind in STOPPING or (self._chance(0.03) and not kind.endswith("Loss")):
+        if kind in STOPPING or (self._chance(self._odd / 2) and not kind.endswith("Loss")):
             text += " propagate_down: false" * len(bottoms)
         return text
 
@@ -263,6 +284,11 @@ class WideNet(RandomNet):
         while name in self.inputs:
             name += "b"
         return self._input(name, stem.shape, kind)
+
+
+def fusible_net(seed: int) -> WideNet:
+    """A net of fewer types, most of which are fused, in chains and branches."""
+    return WideNet(seed, 9, FUSIBLE)
 
 
 @dataclass(frozen=True)

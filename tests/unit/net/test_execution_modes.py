@@ -8,15 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from caffe_programs import Programs
-from execution_modes import MODES, persistent
-from net_agreement import differences
+from compare_nets import differences
+from execution_modes import MODES, net_for, persistent
 from wide_layers import LOSSES, PAIRS, SINGLE
 from wide_nets import WideNet, try_layer
 
 NETS = {"inference": 8, "programs": 8, "training": 8, "onnxruntime": 6, "captured": 6}
+"""How many nets of a mode; those of "fused" are in test_fusion_random."""
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", NETS)
 def test_execution_modes_give_the_same(mode: str) -> None:
     for seed in range(NETS[mode]):
         found = persistent(MODES[mode], WideNet(seed))
@@ -63,6 +64,7 @@ FAULTS = {
     "inference": "caffepy.net.executor.ForwardExecutor.parameters_changed",
     "programs": "caffepy.net.executor.ShapeExecutors.parameters_changed",
     "training": "caffepy.net.fuse.FusedNormalisation._add_to_parameters",
+    "fused": "caffepy.net.fuse.FusedNormalisation._add_to_parameters",
 }
 """A method by mode; without what it does only the fast form's numbers are wrong."""
 
@@ -70,7 +72,7 @@ FAULTS = {
 @pytest.mark.parametrize("mode", FAULTS)
 def test_a_fault_of_a_fast_mode_is_noticed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FAULTS[mode], lambda *_: None)
-    assert any(persistent(MODES[mode], WideNet(seed)) for seed in range(40))
+    assert any(persistent(MODES[mode], net_for(mode, seed)) for seed in range(40))
 
 
 def test_programs_run_on_the_folded_form(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from compare_nets import SpoilingBackend, errors, make_inputs
-from fusible_nets import FusibleNet
+from compare_nets import SpoilingBackend, errors
 from google.protobuf import text_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from wide_nets import fusible_net
 
 from caffepy.backend import Backend, create_backend
 from caffepy.errors import ShapeError
@@ -437,8 +437,8 @@ def test_random_nets(part: int) -> None:
     """In the TEST phase, with statistics, half of them in shared memory."""
     folded = 0
     for seed in range(part, NETS, PARTS):
-        random_net = FusibleNet(seed)
-        param, inputs = random_net.param(), make_inputs(random_net, seed)
+        wide = fusible_net(seed)
+        param, inputs = wide.param(), wide.values(seed)
         found = []
         for fuse in (False, True):
             share = fuse and seed // PARTS % 2 == 1

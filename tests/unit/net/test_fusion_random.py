@@ -1,4 +1,4 @@
-"""Random nets compute the same fused and layer by layer; `python tests/support/compare_nets.py` tries more of them."""
+"""Random nets compute the same fused and layer by layer; `execution_modes.py --modes fused` tries more of them."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from compare_nets import TOLERANCE, compare_on_cpu, errors
-from fusible_nets import ELEMENTWISE, FusibleNet
+from compare_nets import FUSED, build, compare_fused, errors, fusible_param, groups
+from execution_modes import persistent
+from training import CPU
+from wide_layers import FUSIBLE, IN_PLACE
+from wide_nets import fusible_net
 
-NETS, PARTS = 160, 8
+NETS, PARTS = 200, 8
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_fused_nets_give_what_plain_ones_give(part: int) -> None:
     found: Counter[str] = Counter()
     for seed in range(part, NETS, PARTS):
-        # Sharing is taken in turn within each part; seeds of one part are PARTS apart.
-        worst, groups = compare_on_cpu(seed, shares=[seed // PARTS % 2 == 1])
-        found.update(groups)
+        wide = fusible_net(seed)
+        found.update(groups(build(*fusible_param(wide), CPU, True)))
+        worst = persistent(compare_fused, wide)
         assert not worst, (
             f"net {seed} differs: {worst}; see it with: "
-            f"python tests/support/compare_nets.py --first {seed} --count 1 --show"
+            f"python tests/support/execution_modes.py --modes fused --first {seed} --count 1 --show"
         )
     assert sum(found.values()) >= NETS // PARTS // 2, "hardly anything was fused"
 
@@ -30,8 +33,7 @@ def test_the_nets_hold_what_they_are_to_try() -> None:
     kinds: Counter[str] = Counter()
     seen: Counter[str] = Counter()
     for seed in range(NETS):
-        random_net = FusibleNet(seed)
-        param = random_net.param()
+        param, _ = fusible_param(fusible_net(seed))
         reading = Counter(bottom for layer in param.layer for bottom in layer.bottom if bottom not in layer.top)
         in_place = Counter(top for layer in param.layer for top in layer.top if top in layer.bottom)
         kinds.update(layer.type for layer in param.layer)
@@ -44,15 +46,11 @@ def test_the_nets_hold_what_they_are_to_try() -> None:
         seen["frozen"] += any(spec.HasField("lr_mult") for layer in param.layer for spec in layer.param)
         seen["force_backward"] += param.force_backward
         seen["sums"] += any(layer.type == "Eltwise" for layer in param.layer)
-    for kind in ELEMENTWISE:
+    for kind in IN_PLACE & {*FUSIBLE}:
         assert kinds[kind + " in place"] > 2, kind
     assert min(seen.values()) > 5, seen
     assert kinds["Convolution"] > 100
     assert kinds["InnerProduct"] > 100
-
-
-def test_a_seed_stands_for_one_net() -> None:
-    assert FusibleNet(5).text == FusibleNet(5).text != FusibleNet(6).text
 
 
 def test_errors_are_relative_and_see_what_is_missing() -> None:
@@ -61,5 +59,5 @@ def test_errors_are_relative_and_see_what_is_missing() -> None:
     assert errors({"a": one, "b": one}, {"a": one}) == {"a": 0.0, "b": np.inf}
     assert errors({"a": nan}, {"a": nan}) == {"a": 0.0}
     assert errors({"a": nan}, {"a": np.ones(2)}) == {"a": np.inf}
-    small = errors({"d a": one * 0, "d b": one}, {"d a": one * TOLERANCE / 200, "d b": one})
-    assert small["d a"] < TOLERANCE  # beside a gradient of 1
+    small = errors({"d a": one * 0, "d b": one}, {"d a": one * FUSED / 200, "d b": one})
+    assert small["d a"] < FUSED  # beside a gradient of 1

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from shared_memory_programs import run_program
+from random_programs import run_program
+from shared_memory_programs import Program
 
 
 def test_programs_do_what_caffe_does() -> None:
     for seed in range(2001, 2009):
-        run_program(seed)
+        run_program(seed, 25, Program)

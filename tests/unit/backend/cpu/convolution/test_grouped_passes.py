@@ -95,49 +95,12 @@ def test_groups_read_no_zeros_beside_the_image() -> None:
     assert finite[0].all() and finite[:, 0].all() and not finite[1:, 1:].any()
 
 
-@pytest.mark.parametrize("groups", [2, 5])
-def test_threads_change_no_bit_of_groups(groups: int) -> None:
-    results = []
-    for threads in (1, 2, 5):
-        backend, geometry = create_backend(None, threads), Geometry((3, 3), (2, 1), ONE, ONE, groups)
-        x_shape, y_shape, weights_shape = (7, 18 * groups, 9, 8), (7, 20 * groups, 5, 8), (20 * groups, 18, 3, 3)
-        plan = backend.plan_convolution(x_shape, weights_shape, geometry)
-        x, dy, on_weights = (to_device(backend, normal(i, s)) for i, s in enumerate((x_shape, y_shape, weights_shape)))
-        y, dx, dweights = (dirty(backend, s) for s in (y_shape, x_shape, weights_shape))
-        plan.forward(x, on_weights, None, y)
-        plan.backward_data(dy, on_weights, dx)
-        plan.backward_weights(x, dy, dweights, False)
-        results.append([backend.to_host(a).copy() for a in (y, dx, dweights)])
-    for other in results[1:]:
-        for first, second in zip(results[0], other, strict=True):
-            np.testing.assert_array_equal(first, second)
-
-
 @pytest.mark.parametrize("multiplier", [9, 32])
 def test_multipliers(multiplier: int) -> None:
     """The gradient of the image is made for each output and added up."""
     geometry = Geometry((3, 3), (2, 1), (1, 1), ONE, 5)
     assert isinstance(planned((2, 5, 5, 8), 5 * multiplier, geometry), GroupedConvolution)
     check_convolution(BACKEND, (2, 5, 5, 8), 5 * multiplier, geometry)
-
-
-@pytest.mark.parametrize(
-    ("channels", "size", "kernel", "stride", "pad", "dilation"),
-    [
-        (140, (3, 7), (3, 3), ONE, ONE, ONE),
-        (130, (4, 9), (3, 3), (2, 2), (1, 0), ONE),
-    ],
-)
-def test_planes_of_many_channels(
-    channels: int,
-    size: tuple[int, int],
-    kernel: tuple[int, int],
-    stride: tuple[int, int],
-    pad: tuple[int, int],
-    dilation: tuple[int, int],
-) -> None:
-    geometry = Geometry(kernel, stride, pad, dilation, channels)
-    check_convolution(BACKEND, (9, channels, *size), channels, geometry)
 
 
 @pytest.mark.parametrize(
@@ -157,22 +120,17 @@ def test_runs_of_pixels(
 
 
 @pytest.mark.parametrize(
-    ("size", "kernel", "stride", "pad", "dilation"),
-    [
-        ((6, 7), (5, 5), ONE, (2, 2), ONE),
-        ((9, 13), (3, 9), (1, 2), (1, 4), (2, 1)),
-        ((12, 12), (7, 4), ONE, (3, 0), (1, 2)),
+    ("x_shape", "geometry"),
+    [  # planes of many channels; then wide windows whose pixels lie a power of two apart
+        ((9, 140, 3, 7), Geometry((3, 3), ONE, ONE, ONE, 140)),
+        ((9, 130, 4, 9), Geometry((3, 3), (2, 2), (1, 0), ONE, 130)),
+        ((2, 512, 6, 7), Geometry((5, 5), ONE, (2, 2), ONE, 512)),
+        ((2, 512, 9, 13), Geometry((3, 9), (1, 2), (1, 4), (2, 1), 512)),
+        ((2, 512, 12, 12), Geometry((7, 4), ONE, (3, 0), (1, 2), 512)),
     ],
 )
-def test_wide_windows_whose_pixels_lie_a_power_of_two_apart(
-    size: tuple[int, int],
-    kernel: tuple[int, int],
-    stride: tuple[int, int],
-    pad: tuple[int, int],
-    dilation: tuple[int, int],
-) -> None:
-    geometry = Geometry(kernel, stride, pad, dilation, 512)
-    check_convolution(BACKEND, (2, 512, *size), 512, geometry)
+def test_depthwise_of_many_channels(x_shape: tuple[int, ...], geometry: Geometry) -> None:
+    check_convolution(BACKEND, x_shape, x_shape[1], geometry)
 
 
 @settings(max_examples=12, derandomize=True)  # each compiles kernels of its own
@@ -210,29 +168,33 @@ def test_taps_that_never_meet_the_image(x_shape: tuple[int, ...], outputs: int, 
     check_convolution(BACKEND, x_shape, outputs, geometry)
 
 
-def results(threads: int, channels: int, outputs: int, geometry: Geometry) -> list[np.ndarray]:
-    backend = create_backend(None, threads)
-    rng, x_shape = np.random.default_rng(3), (5, channels, 14, 14)
-    weights_shape = (outputs, channels // geometry.group, *geometry.kernel)
-    plan = backend.plan_convolution(x_shape, weights_shape, geometry)
-    size = (14 + 2 * geometry.pad[0] - geometry.kernel[0]) // geometry.stride[0] + 1
-    x, dx, y, dy = (backend.zeros(s) for s in (x_shape, x_shape, (5, outputs, size, size), (5, outputs, size, size)))
-    weights, dweights = backend.zeros(weights_shape), backend.zeros(weights_shape)
-    for array in (x, dy, weights):
-        array[...] = rng.standard_normal(array.shape)
-    plan.forward(x, weights, None, y)
-    plan.backward_data(dy, weights, dx)
-    plan.backward_weights(x, dy, dweights, False)
-    return [y, dx, dweights]
-
-
 @pytest.mark.parametrize(
-    ("channels", "outputs", "stride", "group"), [(96, 96, 1, 4), (160, 160, 1, 160), (48, 48, 2, 48)]
+    ("x_shape", "outputs", "stride", "group"),
+    [
+        ((5, 96, 14, 14), 96, ONE, 4),
+        ((5, 160, 14, 14), 160, ONE, 160),
+        ((5, 48, 14, 14), 48, (2, 2), 48),
+        ((4, 64, 28, 28), 64, ONE, 64),
+        ((7, 36, 9, 8), 40, (2, 1), 2),
+        ((7, 90, 9, 8), 100, (2, 1), 5),
+    ],
 )
-def test_threads_change_no_bit(channels: int, outputs: int, stride: int, group: int) -> None:
-    case = channels, outputs, Geometry((3, 3), (stride, stride), ONE, ONE, group)
-    for one, three in zip(results(1, *case), results(3, *case), strict=True):
-        assert np.array_equal(one, three)
+def test_threads_change_no_bit(x_shape: tuple[int, ...], outputs: int, stride: tuple[int, int], group: int) -> None:
+    geometry, weights_shape = Geometry((3, 3), stride, ONE, ONE, group), (outputs, x_shape[1] // group, 3, 3)
+    y_shape = (x_shape[0], outputs, *((n - 1) // s + 1 for n, s in zip(x_shape[2:], stride, strict=True)))
+    results = []
+    for threads in (1, 2, 3, 5):
+        backend = create_backend(None, threads)
+        plan = backend.plan_convolution(x_shape, weights_shape, geometry)
+        x, dy, on_weights = (to_device(backend, normal(i, s)) for i, s in enumerate((x_shape, y_shape, weights_shape)))
+        y, dx, dweights = (dirty(backend, s) for s in (y_shape, x_shape, weights_shape))
+        plan.forward(x, on_weights, None, y)
+        plan.backward_data(dy, on_weights, dx)
+        plan.backward_weights(x, dy, dweights, False)
+        results.append([backend.to_host(a).copy() for a in (y, dx, dweights)])
+    for other in results[1:]:
+        for first, second in zip(results[0], other, strict=True):
+            np.testing.assert_array_equal(first, second)
 
 
 @pytest.mark.parametrize(
