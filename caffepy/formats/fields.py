@@ -14,7 +14,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from caffepy.errors import ConfigError
-from caffepy.formats.messages import walk_fields
+from caffepy.formats.ignore import ALL, ignored_fields, tell_ignored
+from caffepy.formats.messages import schema_name, walk_fields
 from caffepy.formats.proto.schemas import ForkSchema, fork_schema
 
 log = logging.getLogger(__name__)
@@ -209,11 +210,6 @@ NO_MEANING = {field: reason for reason, fields in _NO_MEANING.items() for field 
 """Fields that are accepted and do not change results, with the reason."""
 
 
-def schema_name(message: Any) -> str:
-    """Return a message's name within the schema: ``ConvolutionParameter``, or ``Outer.Inner``."""
-    return str(message.full_name).partition(".")[2]
-
-
 def log_ignored_fields(param: Message, origin: str) -> None:
     """Log one line for each of the fields of `INTEL` that a net has."""
     found = {f"{schema_name(owner.DESCRIPTOR)}.{field.name}" for owner, field, _, _ in walk_fields(param)}
@@ -258,9 +254,12 @@ def refuse_fork_fields(param: Message, where: str, advice: str, skipped: Contain
             continue
         name = f"{schema_name(param.DESCRIPTOR)}.{field.name}"
         if name in schema.fields and (field.message_type is not None or value != field.default_value):
+            if name in schema.deprecated or ALL in ignored_fields():
+                tell_ignored(f"{where}: {name} of {schema.path.name}", "")
+                continue
             raise ConfigError(
                 f"{where}: {field.name} of {schema_name(param.DESCRIPTOR)} is a field of {schema.path.name} that "
-                f"caffepy does not know; {advice}"
+                f"caffepy does not know; {advice}; if results do not depend on it, --ignore-fields {name}"
             )
         repeated = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
         for part in value if repeated else [value]:

@@ -12,6 +12,8 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescript
 from google.protobuf.message import Message
 
 from caffepy.errors import ConfigError
+from caffepy.formats.ignore import ignored_fields, leave_out
+from caffepy.formats.messages import schema_name
 from caffepy.formats.proto import caffe_pb2
 from caffepy.formats.proto.schemas import fork_schema
 from caffepy.formats.upgrade import V1_TYPES
@@ -48,13 +50,14 @@ _BARE_LIST = re.compile(r"\b(number_max_occlusions)[ \t]*:[ \t]*(\d+)")
 _POSITION = re.compile(r"^\d+:\d+ : ")
 
 
-def parse_text(text: str, message: M, origin: str) -> M:
+def parse_text(text: str, message: M, origin: str, ignored: frozenset[str] = frozenset()) -> M:
     """Merge protobuf text into `message` and return it.
 
     Args:
         text: the contents of a prototxt.
         message: the message to fill, usually empty.
         origin: the file's name, for messages.
+        ignored: fields that are left out, beside those of CAFFEPY_IGNORE_FIELDS; see `ignored_fields`.
 
     Raises:
         ConfigError: the text cannot be parsed or lacks a required field;
@@ -64,6 +67,7 @@ def parse_text(text: str, message: M, origin: str) -> M:
     if run >= 0:  # protobuf's time is quadratic in their number
         line = text.count("\n", 0, run) + 1
         raise ConfigError(f"{origin}:{line}: {MAX_BACKSLASHES} consecutive backslashes; remove them")
+    text = leave_out(text, message.DESCRIPTOR, ignored_fields(ignored), origin)
     try:
         text_format.Parse(_BARE_LIST.sub(r'\1: "\2"', text), message)
     except text_format.ParseError as error:
@@ -222,7 +226,7 @@ def _explain_fork_field(message: str, text: str, position: int) -> str:
     problem = f"unknown field '{unknown[2]}' of LayerParameter"
     if similar := _nearest_field(_descriptor("LayerParameter"), unknown[2]):
         return f"{problem}; did you mean '{similar}'?"
-    return f"{problem}, in a layer of type '{type_name}'; {FORK_ADVICE}"
+    return f"{problem}, in a layer of type '{type_name}'; {FORK_ADVICE}; {_ignore_advice('LayerParameter', unknown[2])}"
 
 
 def _nearest_field(message: Descriptor, name: str) -> str | None:
@@ -256,7 +260,12 @@ def _field_advice(message: Descriptor, name: str) -> str:
     holders = [field.name for field in message.fields if _contains_field(field, name)]
     if holders:
         return f"it belongs inside {' or '.join(holders)} {{ }}"
-    return f"{_listing(message.fields_by_name)}{FORK_ADVICE}"
+    return f"{_listing(message.fields_by_name)}{FORK_ADVICE}; {_ignore_advice(schema_name(message), name)}"
+
+
+def _ignore_advice(message: str, name: str) -> str:
+    """Return the advice for a field of which the user knows that it does not matter."""
+    return f"if results do not depend on it, --ignore-fields {message}.{name}"
 
 
 def _listing(names: Collection[str]) -> str:

@@ -68,12 +68,14 @@ class Merged:
         fields: ``Message.field`` of each field that caffepy does not know, or knows with another type.
         values: ``Enum.VALUE`` of each value of caffepy's enumerations that caffepy does not know.
         single: ``Message.field`` of each field that the fork repeats and caffepy does not.
+        deprecated: ``Message.field`` of each field that the fork marks so.
     """
 
     file: FileDescriptorProto
     fields: set[str] = field(default_factory=set)
     values: set[str] = field(default_factory=set)
     single: set[str] = field(default_factory=set)
+    deprecated: set[str] = field(default_factory=set)
 
 
 def merge_schemas(fork: FileDescriptorProto, own: FileDescriptorProto) -> Merged:
@@ -201,6 +203,8 @@ def _merge_fields(own: DescriptorProto, fork: DescriptorProto, name: str, packag
             merged.fields.add(f"{name}.{theirs.name}")
         else:
             _adopt_label(theirs, mine, f"{name}.{theirs.name}", merged)
+        if theirs.options.deprecated:
+            merged.deprecated.add(f"{name}.{theirs.name}")
         fields.append(theirs)
     numbers = {each.number for each in fields}
     for mine in known.values():
@@ -298,11 +302,13 @@ def _reduce(message: DescriptorProto, prefix: str, origin: str) -> None:
             )
         if each.type_name.startswith(prefix):
             each.type_name = f".{each.type_name.removeprefix(prefix)}"
-        packed = each.options.packed
+        packed, deprecated = each.options.packed, each.options.deprecated
         for name in ("json_name", "oneof_index", "options"):
             each.ClearField(name)
         if packed:
             each.options.packed = True
+        if deprecated:
+            each.options.deprecated = True
     for nested in message.nested_type:
         _reduce(nested, prefix, origin)
     for enum in message.enum_type:
@@ -339,6 +345,7 @@ class ForkSchema:
         fields: ``Message.field`` of each field that caffepy does not know.
         values: ``Enum.VALUE`` of each value that caffepy does not know.
         single: ``Message.field`` of each field that the fork repeats and caffepy does not.
+        deprecated: ``Message.field`` of each field that the fork marks so.
     """
 
     path: Path
@@ -346,6 +353,7 @@ class ForkSchema:
     fields: frozenset[str]
     values: frozenset[str]
     single: frozenset[str]
+    deprecated: frozenset[str]
 
 
 _registered: list[ForkSchema] = []
@@ -396,7 +404,7 @@ def load_fork_schema(path: Path) -> None:
     descriptor, merged = unite(content, str(path), module)
     _replace(module, descriptor)
     digest = hashlib.blake2b(content, digest_size=8).hexdigest()
-    sets = (frozenset(names) for names in (merged.fields, merged.values, merged.single))
+    sets = (frozenset(names) for names in (merged.fields, merged.values, merged.single, merged.deprecated))
     _registered.append(ForkSchema(path, digest, *sets))
 
 
