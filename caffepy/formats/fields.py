@@ -48,13 +48,14 @@ _REFUSED = {
     "the maps of distances are not supported; leave it out": "OPTransformationParameter.add_distance",
     "the person's center stays; leave it out": "OPTransformationParameter.center_swap_prob",
 }
-_INTEL = {
+_LOGGED = {
     "caffepy chooses the implementation; engines differ only in rounding": "NetParameter.engine LayerParameter.engine",
     "arithmetic is always in single precision, which is more exact than 8 bits": "LayerParameter.quantization_param",
     "caffepy divides the work among devices by itself; --devices and --hosts say which": "NetParameter.multinode",
     "algorithms are timed on the device and differ only in rounding": "ConvolutionParameter.conv_algorithm",
+    "caffepy limits the workspaces of convolutions by the memory that is free": "NetParameter.richness",
 }
-"""Fields of Intel Caffe without meaning, which `log_ignored_fields` names."""
+"""Fields of nets for Intel Caffe and other forks without meaning, which `log_ignored_fields` names."""
 _NO_MEANING = {
     "caffe-windows declares it and never reads it, or reads it where it cannot act": (
         "LabelSpecificAddParameter.transform_test InnerDistanceParameter.bias_term InnerDistanceParameter.bias_filler "
@@ -205,16 +206,16 @@ _NO_MEANING = {
 
 REFUSED = {field: reason for reason, fields in _REFUSED.items() for field in fields.split()}
 """Fields that raise an error when set, with the reason."""
-INTEL = {field: reason for reason, fields in _INTEL.items() for field in fields.split()}
-NO_MEANING = {field: reason for reason, fields in _NO_MEANING.items() for field in fields.split()} | INTEL
+LOGGED = {field: reason for reason, fields in _LOGGED.items() for field in fields.split()}
+NO_MEANING = {field: reason for reason, fields in _NO_MEANING.items() for field in fields.split()} | LOGGED
 """Fields that are accepted and do not change results, with the reason."""
 
 
 def log_ignored_fields(param: Message, origin: str) -> None:
-    """Log one line for each of the fields of `INTEL` that a net has."""
+    """Log one line for each of the fields of `LOGGED` that a net has."""
     found = {f"{schema_name(owner.DESCRIPTOR)}.{field.name}" for owner, field, _, _ in walk_fields(param)}
-    for name in sorted(found & set(INTEL)):
-        log.info("%s: %s of Intel Caffe has no effect: %s", origin, name, INTEL[name])
+    for name in sorted(found & set(LOGGED)):
+        log.info("%s: %s has no effect: %s", origin, name, LOGGED[name])
 
 
 def refuse_fields(param: Message, where: str) -> None:

@@ -47,6 +47,7 @@ _TOKEN = re.compile(r"""#[^\n]*|"(?:[^"\\\n]+|\\.)*"?|'(?:[^'\\\n]+|\\.)*'?|[{}]
 _WORD_BACKWARDS = re.compile(r"\s*(\w*)")
 _BARE_LIST = re.compile(r"\b(number_max_occlusions)[ \t]*:[ \t]*(\d+)")
 """A list of OPData with one entry, which older nets of OpenPose write as a number."""
+_LAYERS = re.compile(r"\blayers?\s*\{")
 _POSITION = re.compile(r"^\d+:\d+ : ")
 
 
@@ -77,7 +78,7 @@ def parse_text(text: str, message: M, origin: str, ignored: frozenset[str] = fro
         explanation = (
             _explain_fork_field(problem, text, position)
             or _explain_unexpected_block(problem, text, position)
-            or _explain(_strip_position(problem), message.DESCRIPTOR.name)
+            or _explain(_strip_position(problem), _kind_of_file(message, text))
         )
         raise ConfigError(f"{where}: {explanation}") from None
     except RecursionError:
@@ -189,6 +190,11 @@ def _other_kind_of_file(message: Descriptor, name: str, root: str) -> str:
     if root == "NetParameter" and name in caffe_pb2.SolverParameter.DESCRIPTOR.fields_by_name:
         return f"'{name}' is a field of a solver, and a net was expected; give the file that the solver's net: names"
     return ""
+
+
+def _kind_of_file(message: Message, text: str) -> str:
+    """The message that the text should describe; '' for a net with layers, which is no solver."""
+    return "" if isinstance(message, caffe_pb2.NetParameter) and _LAYERS.search(text) else message.DESCRIPTOR.name
 
 
 def _position(text: str, line: int, column: int) -> int:
