@@ -14,7 +14,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from caffepy.errors import ConfigError
-from caffepy.formats.messages import walk_fields
+from caffepy.formats.ignore import ALL, ignored_fields, tell_ignored
+from caffepy.formats.messages import schema_name, walk_fields
 from caffepy.formats.proto.schemas import ForkSchema, fork_schema
 
 log = logging.getLogger(__name__)
@@ -47,13 +48,14 @@ _REFUSED = {
     "the maps of distances are not supported; leave it out": "OPTransformationParameter.add_distance",
     "the person's center stays; leave it out": "OPTransformationParameter.center_swap_prob",
 }
-_INTEL = {
+_LOGGED = {
     "caffepy chooses the implementation; engines differ only in rounding": "NetParameter.engine LayerParameter.engine",
     "arithmetic is always in single precision, which is more exact than 8 bits": "LayerParameter.quantization_param",
     "caffepy divides the work among devices by itself; --devices and --hosts say which": "NetParameter.multinode",
     "algorithms are timed on the device and differ only in rounding": "ConvolutionParameter.conv_algorithm",
+    "caffepy limits the workspaces of convolutions by the memory that is free": "NetParameter.richness",
 }
-"""Fields of Intel Caffe without meaning, which `log_ignored_fields` names."""
+"""Fields of nets for Intel Caffe and other forks without meaning, which `log_ignored_fields` names."""
 _NO_MEANING = {
     "caffe-windows declares it and never reads it, or reads it where it cannot act": (
         "LabelSpecificAddParameter.transform_test InnerDistanceParameter.bias_term InnerDistanceParameter.bias_filler "
@@ -204,21 +206,16 @@ _NO_MEANING = {
 
 REFUSED = {field: reason for reason, fields in _REFUSED.items() for field in fields.split()}
 """Fields that raise an error when set, with the reason."""
-INTEL = {field: reason for reason, fields in _INTEL.items() for field in fields.split()}
-NO_MEANING = {field: reason for reason, fields in _NO_MEANING.items() for field in fields.split()} | INTEL
+LOGGED = {field: reason for reason, fields in _LOGGED.items() for field in fields.split()}
+NO_MEANING = {field: reason for reason, fields in _NO_MEANING.items() for field in fields.split()} | LOGGED
 """Fields that are accepted and do not change results, with the reason."""
 
 
-def schema_name(message: Any) -> str:
-    """Return a message's name within the schema: ``ConvolutionParameter``, or ``Outer.Inner``."""
-    return str(message.full_name).partition(".")[2]
-
-
 def log_ignored_fields(param: Message, origin: str) -> None:
-    """Log one line for each of the fields of `INTEL` that a net has."""
+    """Log one line for each of the fields of `LOGGED` that a net has."""
     found = {f"{schema_name(owner.DESCRIPTOR)}.{field.name}" for owner, field, _, _ in walk_fields(param)}
-    for name in sorted(found & set(INTEL)):
-        log.info("%s: %s of Intel Caffe has no effect: %s", origin, name, INTEL[name])
+    for name in sorted(found & set(LOGGED)):
+        log.info("%s: %s has no effect: %s", origin, name, LOGGED[name])
 
 
 def refuse_fields(param: Message, where: str) -> None:
@@ -258,9 +255,12 @@ def refuse_fork_fields(param: Message, where: str, advice: str, skipped: Contain
             continue
         name = f"{schema_name(param.DESCRIPTOR)}.{field.name}"
         if name in schema.fields and (field.message_type is not None or value != field.default_value):
+            if name in schema.deprecated or ALL in ignored_fields():
+                tell_ignored(f"{where}: {name} of {schema.path.name}", "")
+                continue
             raise ConfigError(
                 f"{where}: {field.name} of {schema_name(param.DESCRIPTOR)} is a field of {schema.path.name} that "
-                f"caffepy does not know; {advice}"
+                f"caffepy does not know; {advice}; if results do not depend on it, --ignore-fields {name}"
             )
         repeated = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
         for part in value if repeated else [value]:

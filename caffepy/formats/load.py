@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from caffepy.errors import ConfigError
+from caffepy.formats.ignore import ignored_fields
 from caffepy.formats.paths import is_folder
 from caffepy.formats.proto.caffe_pb2 import (
     LayerParameter,
@@ -41,13 +43,18 @@ _DEVICES = re.compile(
 takes linear time."""
 
 
-def read_net(path: Path | str) -> NetParameter:
+def read_net(path: Path | str, ignore_fields: Collection[str] = ()) -> NetParameter:
     """Read a net from a prototxt and upgrade it to the current format.
+
+    Args:
+        path: the file.
+        ignore_fields: fields that are left out, as ``PoolingParameter.dilation``; "all": each that the schema lacks.
+            They join those of CAFFEPY_IGNORE_FIELDS. The log names them.
 
     Raises:
         ConfigError: the file is absent, not a net, or cannot be upgraded.
     """
-    param = read_prototxt(path, "net", NetParameter())
+    param = read_prototxt(path, "net", NetParameter(), frozenset(ignore_fields))
     upgrade_net(param, str(path))
     return param
 
@@ -67,13 +74,14 @@ def read_solver(path: Path | str) -> SolverParameter:
     return param
 
 
-def read_prototxt(path: Path | str, kind: str, message: M) -> M:
+def read_prototxt(path: Path | str, kind: str, message: M, ignored: frozenset[str] = frozenset()) -> M:
     """Merge the text of a prototxt into `message` without upgrading, and return it.
 
     Args:
         path: the file.
         kind: "net" or "solver", for messages.
         message: the message to fill.
+        ignored: as `parse_text` takes it.
 
     Raises:
         ConfigError: the file is absent or not a prototxt of this message type.
@@ -83,9 +91,9 @@ def read_prototxt(path: Path | str, kind: str, message: M) -> M:
     if isinstance(message, SolverParameter):
         text = name_devices(text)
     if len(text) > _MAX_CACHED_BYTES:
-        return parse_text(text, message, str(path))
+        return parse_text(text, message, str(path), ignored)
     message_type: Any = type(message)
-    message.MergeFrom(_parse_cached(text, message_type, str(path)))
+    message.MergeFrom(_parse_cached(text, message_type, str(path), ignored_fields(ignored)))
     return message
 
 
@@ -106,10 +114,10 @@ def name_devices(text: str) -> str:
 
 
 @lru_cache(maxsize=8)
-def _parse_cached(text: str, message_type: Any, origin: str) -> Any:
+def _parse_cached(text: str, message_type: Any, origin: str, ignored: frozenset[str]) -> Any:
     """Parse text into a new message, which callers must not modify."""
     # A run reads the same net several times, and protobuf's Python parser takes 40 ms for ResNet-50.
-    return parse_text(text, message_type(), origin)
+    return parse_text(text, message_type(), origin, ignored)
 
 
 def complete_snapshot_prefix(param: SolverParameter, path: Path) -> None:

@@ -63,6 +63,11 @@ class FieldValue(NamedTuple):
     path: str
 
 
+def schema_name(message: Any) -> str:
+    """Return a message's name within the schema: ``ConvolutionParameter``, or ``Outer.Inner``."""
+    return str(message.full_name).partition(".")[2]
+
+
 def walk_fields(message: Message, prefix: str = "") -> Iterator[FieldValue]:
     """Yield the set fields of a message and its submessages, outer fields first. Blobs are not entered."""
     for field, value in message.ListFields():

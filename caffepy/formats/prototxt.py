@@ -12,6 +12,8 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescript
 from google.protobuf.message import Message
 
 from caffepy.errors import ConfigError
+from caffepy.formats.ignore import ignored_fields, leave_out
+from caffepy.formats.messages import schema_name
 from caffepy.formats.proto import caffe_pb2
 from caffepy.formats.proto.schemas import fork_schema
 from caffepy.formats.upgrade import V1_TYPES
@@ -45,16 +47,18 @@ _TOKEN = re.compile(r"""#[^\n]*|"(?:[^"\\\n]+|\\.)*"?|'(?:[^'\\\n]+|\\.)*'?|[{}]
 _WORD_BACKWARDS = re.compile(r"\s*(\w*)")
 _BARE_LIST = re.compile(r"\b(number_max_occlusions)[ \t]*:[ \t]*(\d+)")
 """A list of OPData with one entry, which older nets of OpenPose write as a number."""
+_LAYERS = re.compile(r"\blayers?\s*\{")
 _POSITION = re.compile(r"^\d+:\d+ : ")
 
 
-def parse_text(text: str, message: M, origin: str) -> M:
+def parse_text(text: str, message: M, origin: str, ignored: frozenset[str] = frozenset()) -> M:
     """Merge protobuf text into `message` and return it.
 
     Args:
         text: the contents of a prototxt.
         message: the message to fill, usually empty.
         origin: the file's name, for messages.
+        ignored: fields that are left out, beside those of CAFFEPY_IGNORE_FIELDS; see `ignored_fields`.
 
     Raises:
         ConfigError: the text cannot be parsed or lacks a required field;
@@ -64,6 +68,7 @@ def parse_text(text: str, message: M, origin: str) -> M:
     if run >= 0:  # protobuf's time is quadratic in their number
         line = text.count("\n", 0, run) + 1
         raise ConfigError(f"{origin}:{line}: {MAX_BACKSLASHES} consecutive backslashes; remove them")
+    text = leave_out(text, message.DESCRIPTOR, ignored_fields(ignored), origin)
     try:
         text_format.Parse(_BARE_LIST.sub(r'\1: "\2"', text), message)
     except text_format.ParseError as error:
@@ -73,7 +78,7 @@ def parse_text(text: str, message: M, origin: str) -> M:
         explanation = (
             _explain_fork_field(problem, text, position)
             or _explain_unexpected_block(problem, text, position)
-            or _explain(_strip_position(problem), message.DESCRIPTOR.name)
+            or _explain(_strip_position(problem), _kind_of_file(message, text))
         )
         raise ConfigError(f"{where}: {explanation}") from None
     except RecursionError:
@@ -187,6 +192,11 @@ def _other_kind_of_file(message: Descriptor, name: str, root: str) -> str:
     return ""
 
 
+def _kind_of_file(message: Message, text: str) -> str:
+    """The message that the text should describe; '' for a net with layers, which is no solver."""
+    return "" if isinstance(message, caffe_pb2.NetParameter) and _LAYERS.search(text) else message.DESCRIPTOR.name
+
+
 def _position(text: str, line: int, column: int) -> int:
     return sum(len(row) + 1 for row in text.split("\n")[: line - 1]) + column - 1
 
@@ -222,7 +232,7 @@ def _explain_fork_field(message: str, text: str, position: int) -> str:
     problem = f"unknown field '{unknown[2]}' of LayerParameter"
     if similar := _nearest_field(_descriptor("LayerParameter"), unknown[2]):
         return f"{problem}; did you mean '{similar}'?"
-    return f"{problem}, in a layer of type '{type_name}'; {FORK_ADVICE}"
+    return f"{problem}, in a layer of type '{type_name}'; {FORK_ADVICE}; {_ignore_advice('LayerParameter', unknown[2])}"
 
 
 def _nearest_field(message: Descriptor, name: str) -> str | None:
@@ -256,7 +266,12 @@ def _field_advice(message: Descriptor, name: str) -> str:
     holders = [field.name for field in message.fields if _contains_field(field, name)]
     if holders:
         return f"it belongs inside {' or '.join(holders)} {{ }}"
-    return f"{_listing(message.fields_by_name)}{FORK_ADVICE}"
+    return f"{_listing(message.fields_by_name)}{FORK_ADVICE}; {_ignore_advice(schema_name(message), name)}"
+
+
+def _ignore_advice(message: str, name: str) -> str:
+    """Return the advice for a field of which the user knows that it does not matter."""
+    return f"if results do not depend on it, --ignore-fields {message}.{name}"
 
 
 def _listing(names: Collection[str]) -> str:

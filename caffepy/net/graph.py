@@ -459,19 +459,22 @@ def _loss_weights(layer: Layer, tops: int) -> list[float]:
     return written or [1.0 if layer.is_loss and j == 0 else 0.0 for j in range(tops)]
 
 
-def check_loss_weights(param: caffe_pb2.NetParameter) -> None:
-    """Reject loss weights that would not affect any gradient. Call before Split layers are inserted.
+def warn_of_loss_weights(param: caffe_pb2.NetParameter, level: int) -> None:
+    """Log each loss weight that counts in the loss and in no gradient. Call before Split layers are inserted.
 
-    Raises:
-        ConfigError: a loss weight is written at a top whose gradient the layer ignores.
+    Args:
+        param: the filtered net.
+        level: of the net's log lines; where it is INFO, these are warnings.
     """
+    level = logging.WARNING if level >= logging.INFO else level
     for layer in param.layer:
         where = f"layer '{layer.name}' ({layer.type})"
         for index in sorted(layer_class(layer.type, f"layer '{layer.name}'").no_gradient_tops):
             if index < min(len(layer.loss_weight), len(layer.top)) and layer.loss_weight[index]:
-                raise ConfigError(
-                    f"{where}: loss_weight {layer.loss_weight[index]:g} at its top '{layer.top[index]}' (top {index}) "
-                    "has no effect on any gradient; write loss_weight: 0 for that top"
+                log.log(
+                    level,
+                    "%s: loss_weight %g at its top '%s' (top %d) counts in the loss, as in Caffe, and in no gradient",
+                    *(where, layer.loss_weight[index], layer.top[index], index),
                 )
 
 

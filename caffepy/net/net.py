@@ -42,7 +42,6 @@ from caffepy.net.graph import (
     Precision,
     Wiring,
     check_gradients,
-    check_loss_weights,
     find_label_tops,
     find_loss_readers,
     force_backward,
@@ -50,6 +49,7 @@ from caffepy.net.graph import (
     insert_splits,
     overwritten_tops,
     prune_backward,
+    warn_of_loss_weights,
 )
 from caffepy.net.parameters import ParameterBuffer, ParameterTable
 from caffepy.net.trained_layers import copy_trained_layers, share_trained_layers
@@ -568,7 +568,7 @@ def build_net(
 def _build(param: caffe_pb2.NetParameter, context: LayerContext, state: caffe_pb2.NetState) -> BuiltNet:
     refuse_fork_fields(param, f"net '{param.name}'", "leave it out", skipped=("layer", "layers"))
     filtered = filter_net(param, state)
-    check_loss_weights(filtered)
+    warn_of_loss_weights(filtered, context.log_level)
     resolve_auto_crops(filtered)
     param = insert_splits(filtered)
     divide_passes(param, context)

@@ -16,11 +16,13 @@ from __future__ import annotations
 import hashlib
 import importlib
 import itertools
+import logging
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +38,8 @@ from google.protobuf.descriptor_pb2 import (
 )
 
 from caffepy.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
@@ -68,12 +72,14 @@ class Merged:
         fields: ``Message.field`` of each field that caffepy does not know, or knows with another type.
         values: ``Enum.VALUE`` of each value of caffepy's enumerations that caffepy does not know.
         single: ``Message.field`` of each field that the fork repeats and caffepy does not.
+        deprecated: ``Message.field`` of each field that the fork marks so.
     """
 
     file: FileDescriptorProto
     fields: set[str] = field(default_factory=set)
     values: set[str] = field(default_factory=set)
     single: set[str] = field(default_factory=set)
+    deprecated: set[str] = field(default_factory=set)
 
 
 def merge_schemas(fork: FileDescriptorProto, own: FileDescriptorProto) -> Merged:
@@ -201,6 +207,8 @@ def _merge_fields(own: DescriptorProto, fork: DescriptorProto, name: str, packag
             merged.fields.add(f"{name}.{theirs.name}")
         else:
             _adopt_label(theirs, mine, f"{name}.{theirs.name}", merged)
+        if theirs.options.deprecated:
+            merged.deprecated.add(f"{name}.{theirs.name}")
         fields.append(theirs)
     numbers = {each.number for each in fields}
     for mine in known.values():
@@ -210,6 +218,21 @@ def _merge_fields(own: DescriptorProto, fork: DescriptorProto, name: str, packag
     copies = DescriptorProto(field=fields)
     del own.field[:]
     own.field.extend(copies.field)
+    _separate_json_names(own)
+
+
+def _separate_json_names(message: DescriptorProto) -> None:
+    """Give fields whose JSON names collide, as pooling_3d_param and pooling3d_param, their own names as such."""
+    names = Counter(_json_name(each.name) for each in message.field)
+    for each in message.field:
+        if names[_json_name(each.name)] > 1:
+            each.json_name = each.name
+        else:
+            each.ClearField("json_name")
+
+
+def _json_name(name: str) -> str:
+    return re.sub(r"_+(\w?)", lambda match: match[1].upper(), name)
 
 
 def _reads_alike(own: FieldDescriptorProto, fork: FieldDescriptorProto) -> bool:
@@ -242,13 +265,19 @@ MAX_BYTES = 2**21
 _TIMEOUT = 60
 """Seconds; a file of the largest size takes one."""
 _NAME, _RESULT = "fork.proto", "fork.bin"
+_UNDEFINED = re.compile(r'"([\w.]+)" is not defined')
 _ERROR = re.compile(rf"^{re.escape(_NAME)}(:\d+)?(?::\d+)?: (?!warning: )(.*)", re.MULTILINE)
 
 
-def parse_schema(text: str, origin: str) -> FileDescriptorProto:
+def parse_schema(text: str, origin: str, own: FileDescriptorProto | None = None) -> FileDescriptorProto:
     """Return the descriptor of a .proto text, without its package.
 
     Names of types in it begin with a dot and have no package: ``.LayerParameter``.
+
+    Args:
+        text: the schema, or only the messages that a fork has added to Caffe's.
+        origin: the file's name, for messages.
+        own: caffepy's schema, in which types are looked up that the text names and lacks.
 
     Raises:
         ConfigError: the text is not proto2, or names a type that is not in it; ``origin:line: problem``.
@@ -256,9 +285,11 @@ def parse_schema(text: str, origin: str) -> FileDescriptorProto:
     content = text.encode(errors="replace")
     if len(content) > MAX_BYTES:
         raise ConfigError(f"{origin}: has {len(content)} bytes; a caffe.proto has at most {MAX_BYTES}")
-    file = _compile(content, origin)
+    file = _compile(content, origin, own)
     if file.syntax not in ("", "proto2"):
         raise ConfigError(f"{origin}: its language is {file.syntax}; Caffe's schema is proto2")
+    if not (file.message_type or file.enum_type):
+        log.warning("%s has no message; give the fork's caffe.proto", origin)
     prefix = f".{file.package}." if file.package else "."
     for message in file.message_type:
         _reduce(message, prefix, origin)
@@ -267,8 +298,39 @@ def parse_schema(text: str, origin: str) -> FileDescriptorProto:
     return FileDescriptorProto(syntax="proto2", message_type=file.message_type, enum_type=file.enum_type)
 
 
-def _compile(content: bytes, origin: str) -> FileDescriptorProto:
-    """Return what protoc makes of a text."""
+def _compile(content: bytes, origin: str, own: FileDescriptorProto | None) -> FileDescriptorProto:
+    """Return what protoc makes of a text, with the types of `own` that it lacks."""
+    result, output = _run_protoc(content, origin)
+    if result is None and own is not None:
+        missing = {name.split(".")[0] for name in _UNDEFINED.findall(output)}
+        outlines = [_outline(each, "enum") for each in own.enum_type if each.name in missing]
+        outlines += [_outline(each, "message") for each in own.message_type if each.name in missing]
+        if outlines:
+            return _compile("\n".join([content.decode(errors="replace"), *outlines]).encode(), origin, None)
+    if result is not None:
+        return result
+    found = _ERROR.search(output)
+    if found is None:
+        last = output.rpartition("\n")[2]
+        raise ConfigError(f"{origin}: protoc fails: {last}")
+    hint = "; add its definitions to the file" if found[2].startswith("Import ") else ""
+    raise ConfigError(f"{origin}{found[1] or ''}: {found[2].rstrip('.')}{hint}")
+
+
+def _outline(own: Any, kind: str) -> str:
+    """The definition of an enumeration, or of a message with its inner types and without fields."""
+    if kind == "enum":
+        inner = " ".join(f"{value.name} = {value.number};" for value in own.value)
+        inner = f"option allow_alias = true; {inner}" if own.options.allow_alias else inner
+    else:
+        inner = " ".join(
+            [_outline(e, "enum") for e in own.enum_type] + [_outline(e, "message") for e in own.nested_type]
+        )
+    return f"{kind} {own.name} {{ {inner} }}"
+
+
+def _run_protoc(content: bytes, origin: str) -> tuple[FileDescriptorProto | None, str]:
+    """Return the descriptor of a text, or None, and what protoc prints."""
     command = [sys.executable, "-P", "-m", "grpc_tools.protoc", "-I.", f"--descriptor_set_out={_RESULT}", _NAME]
     with tempfile.TemporaryDirectory(prefix="caffepy-schema-") as folder:
         Path(folder, _NAME).write_bytes(content)
@@ -279,14 +341,8 @@ def _compile(content: bytes, origin: str) -> FileDescriptorProto:
         except subprocess.TimeoutExpired:
             raise ConfigError(f"{origin}: protoc takes more than {_TIMEOUT} s; give the fork's caffe.proto") from None
         if done.returncode == 0:
-            return FileDescriptorSet.FromString(Path(folder, _RESULT).read_bytes()).file[0]
-    output = done.stderr.decode(errors="replace").strip()
-    found = _ERROR.search(output)
-    if found is None:
-        last = output.rpartition("\n")[2]
-        raise ConfigError(f"{origin}: protoc fails with status {done.returncode}: {last}")
-    hint = "; add its definitions to the file" if found[2].startswith("Import ") else ""
-    raise ConfigError(f"{origin}{found[1] or ''}: {found[2].rstrip('.')}{hint}")
+            return FileDescriptorSet.FromString(Path(folder, _RESULT).read_bytes()).file[0], ""
+    return None, done.stderr.decode(errors="replace").strip() or f"status {done.returncode}"
 
 
 def _reduce(message: DescriptorProto, prefix: str, origin: str) -> None:
@@ -298,11 +354,13 @@ def _reduce(message: DescriptorProto, prefix: str, origin: str) -> None:
             )
         if each.type_name.startswith(prefix):
             each.type_name = f".{each.type_name.removeprefix(prefix)}"
-        packed = each.options.packed
+        packed, deprecated = each.options.packed, each.options.deprecated
         for name in ("json_name", "oneof_index", "options"):
             each.ClearField(name)
         if packed:
             each.options.packed = True
+        if deprecated:
+            each.options.deprecated = True
     for nested in message.nested_type:
         _reduce(nested, prefix, origin)
     for enum in message.enum_type:
@@ -339,6 +397,7 @@ class ForkSchema:
         fields: ``Message.field`` of each field that caffepy does not know.
         values: ``Enum.VALUE`` of each value that caffepy does not know.
         single: ``Message.field`` of each field that the fork repeats and caffepy does not.
+        deprecated: ``Message.field`` of each field that the fork marks so.
     """
 
     path: Path
@@ -346,6 +405,7 @@ class ForkSchema:
     fields: frozenset[str]
     values: frozenset[str]
     single: frozenset[str]
+    deprecated: frozenset[str]
 
 
 _registered: list[ForkSchema] = []
@@ -396,7 +456,7 @@ def load_fork_schema(path: Path) -> None:
     descriptor, merged = unite(content, str(path), module)
     _replace(module, descriptor)
     digest = hashlib.blake2b(content, digest_size=8).hexdigest()
-    sets = (frozenset(names) for names in (merged.fields, merged.values, merged.single))
+    sets = (frozenset(names) for names in (merged.fields, merged.values, merged.single, merged.deprecated))
     _registered.append(ForkSchema(path, digest, *sets))
 
 
@@ -411,7 +471,7 @@ def unite(content: bytes, origin: str, module: Any) -> tuple[Any, Merged]:
 
     own = FileDescriptorProto()
     module.DESCRIPTOR.CopyToProto(own)
-    merged = merge_schemas(parse_schema(content.decode("utf-8-sig", "replace"), origin), own)
+    merged = merge_schemas(parse_schema(content.decode("utf-8-sig", "replace"), origin, own), own)
     try:
         return DescriptorPool().AddSerializedFile(merged.file.SerializeToString()), merged
     except TypeError as error:

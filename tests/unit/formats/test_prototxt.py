@@ -76,6 +76,10 @@ def test_a_net_is_read_with_its_comments_lists_and_floats() -> None:
         ("[some.extension] { x: 1 }", r"extension names in \[brackets\]"),
         ("layer { clip_param { min: 1 } }", r"required field 'layer\[0\]\.clip_param\.max' is not set"),
         ("base_lr: 0.1", r"1:1: 'base_lr' is a field of a solver, and a net was expected"),
+        (
+            "base_lr: 0.1 layer { }",
+            r"1:1: unknown field 'base_lr' of NetParameter; .*--ignore-fields NetParameter.base_lr",
+        ),
     ],
 )
 def test_an_error_says_what_where_and_what_to_do(text: str, message: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 from google.protobuf import text_format
 
 from caffepy.errors import ConfigError
-from caffepy.formats.fields import INTEL
+from caffepy.formats.fields import LOGGED
 from caffepy.formats.proto.caffe_pb2 import NetParameter, SolverParameter, V0LayerParameter, V1LayerParameter
 from caffepy.formats.prototxt import parse_text
 from caffepy.formats.upgrade import SETTINGS, SOLVER_TYPES, V0_TYPES, V1_TYPES, upgrade_net, upgrade_solver
@@ -283,15 +283,15 @@ def test_bn_stats_batch_size_moves_to_the_layers() -> None:
     )
 
 
-def test_fields_of_intel_without_effect_are_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_fields_of_forks_without_effect_are_named(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     upgraded(
-        'engine: "MKLDNN" multinode { model_parallel { layer_from: "a" } } layer { type: "ReLU" engine: "CAFFE" '
-        'quantization_param { bw_params: 8 } } layer { type: "Convolution" convolution_param { '
-        'conv_algorithm: "winograd" } }'
+        'richness: 4 engine: "MKLDNN" multinode { model_parallel { layer_from: "a" } } '
+        'layer { type: "ReLU" engine: "CAFFE" quantization_param { bw_params: 8 } } '
+        'layer { type: "Convolution" convolution_param { conv_algorithm: "winograd" } }'
     )
-    named = {record.args[1] for record in caplog.records if record.args and "Intel" in record.msg}
-    assert named == set(INTEL)
+    named = {record.args[1] for record in caplog.records if record.args and "has no effect" in record.msg}
+    assert named == set(LOGGED)
 
 
 def test_transform_fields_of_current_data_layers_stay_and_are_reported(caplog: pytest.LogCaptureFixture) -> None:

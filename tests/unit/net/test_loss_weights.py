@@ -7,7 +7,6 @@ import pytest
 from numpy.typing import NDArray
 from training import CPU
 
-from caffepy.errors import ConfigError
 from caffepy.formats.proto import caffe_pb2
 from caffepy.formats.prototxt import parse_text
 from caffepy.layers.layer import LayerContext
@@ -131,14 +130,19 @@ def test_the_other_tops_keep_their_weights() -> None:
 
 
 @pytest.mark.parametrize("reader", ["", 'layer { name: "s" type: "Silence" bottom: "p" }'])
-def test_a_weight_at_the_probabilities_is_refused(reader: str) -> None:
-    """They have no gradient; where they are read elsewhere, Caffe stops as well."""
-    text = (
-        DATA
-        + """layer { name: "label" type: "Input" top: "label" input_param { shape { dim: 4 } } }
-        layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" top: "p"
-        loss_weight: 1 loss_weight: 0.5 }"""
-    )
-    message = r"layer 'loss' \(SoftmaxWithLoss\): loss_weight 0.5 at its top 'p' \(top 1\) has no effect"
-    with pytest.raises(ConfigError, match=message):
-        net_of(text + reader)
+def test_a_weight_at_the_probabilities_counts_in_the_loss_alone(reader: str, caplog: pytest.LogCaptureFixture) -> None:
+    def losses(weight: float) -> tuple[float, np.ndarray]:
+        net = net_of(
+            DATA
+            + 'layer { name: "label" type: "Input" top: "label" input_param { shape { dim: 4 } } }'
+            + 'layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" top: "p" '
+            + f"loss_weight: 1 loss_weight: {weight} }}{reader}"
+        )
+        feed(net)
+        return run(net)
+
+    (plain, gradient), (weighted, same) = losses(0), losses(0.5)
+    assert weighted == pytest.approx(plain + 0.5 * 4, rel=1e-5)  # probabilities of four samples
+    np.testing.assert_array_equal(same, gradient)
+    [line] = [message for message in caplog.messages if "no gradient" in message]
+    assert line.startswith("layer 'loss' (SoftmaxWithLoss): loss_weight 0.5 at its top 'p' (top 1) counts in the loss")

@@ -170,3 +170,17 @@ def test_a_fork_with_any_numbers_can_be_read(random: Any) -> None:
             field.name: field.number for each in fork.message_type if each.name == message.name for field in each.field
         }
         assert given_numbers.items() <= {name: field.number for name, field in union.fields_by_name.items()}.items()
+
+
+def test_fields_whose_json_names_collide_stay_apart() -> None:
+    fields = "optional int32 pool__param = 150; optional int32 own = 12; optional int32 o_wn = 13;"
+    _, make = merge(f"message LayerParameter {{ {fields} }}")
+    layer = text_format.Parse("pool__param: 3 pool_param { } own: 1 o_wn: 2", make("LayerParameter"))
+    assert (layer.pool__param, layer.own, layer.o_wn) == (3, 1, 2)
+
+
+def test_fields_that_the_fork_deprecates_are_noted() -> None:
+    merged, _ = merge(
+        "message LayerParameter { optional int32 old = 20 [deprecated = true]; optional int32 new = 21; }"
+    )
+    assert merged.deprecated == {"LayerParameter.old"}

@@ -224,3 +224,28 @@ def test_hostile_texts_take_linear_time(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_schema(text, "f.proto")
     assert time.perf_counter() - begin < 5
+
+
+OWN = FileDescriptorProto()
+caffe_pb2.DESCRIPTOR.CopyToProto(OWN)
+
+
+def test_types_that_a_text_lacks_are_those_of_caffe() -> None:
+    text = """message LayerParameter { optional FooParameter foo_param = 300; }
+    message FooParameter { optional FillerParameter filler = 1; optional Phase phase = 2 [default = TEST];
+      optional PoolingParameter.PoolMethod pool = 3; }"""
+    with pytest.raises(ConfigError, match=r"f:2: \"FillerParameter\" is not defined"):
+        parse_schema(text, "f")
+    foo = next(message for message in parse_schema(text, "f", OWN).message_type if message.name == "FooParameter")
+    kinds = [".FillerParameter", ".Phase", ".PoolingParameter.PoolMethod"]
+    assert [field.type_name for field in foo.field] == kinds
+
+
+def test_a_type_that_neither_has_is_named() -> None:
+    with pytest.raises(ConfigError, match=r'f:1: "BarParameter" is not defined'):
+        parse_schema("message Foo { optional BarParameter bar = 1; optional Phase phase = 2; }", "f", OWN)
+
+
+def test_a_schema_without_messages_warns(caplog: pytest.LogCaptureFixture) -> None:
+    assert not parse_schema('syntax = "proto2"; package caffe;', "f").message_type
+    assert caplog.messages == ["f has no message; give the fork's caffe.proto"]
