@@ -310,6 +310,8 @@ class Layer:
     exact_bottoms: ClassVar[frozenset[int]] = frozenset()
     """Indices of bottoms that stay float32 like labels (masks, regions) and may depend on parameters. Their gradient is
     0."""
+    float32_bottoms: ClassVar[frozenset[int]] = frozenset()
+    """Indices of bottoms that a layer for half precision reads, and gives a gradient, in float32."""
     no_gradient_tops: ClassVar[frozenset[int]] = frozenset()
     """Indices of tops whose gradient `backward` ignores, as Caffe does. The net refuses a loss weight there."""
     supports_half: ClassVar[bool] = False

@@ -29,6 +29,7 @@ class BroadcastLayer(Layer):
     supports_half = True
     recordable = True
     keeps_labels = True
+    float32_bottoms = frozenset({1})  # as parameter 0 is, which it stands for
 
     bottoms = (1, 2)
     _axis = 0

@@ -415,7 +415,8 @@ def insert_casts(node: Node, context: LayerContext) -> list[Node]:
     layer = node.layer
     casts = []
     for j, blob in enumerate(node.bottoms):
-        wanted = layer.dtype if layer.supports_half and j not in layer.no_gradient_bottoms else "float32"
+        exact = layer.no_gradient_bottoms | layer.float32_bottoms
+        wanted = layer.dtype if layer.supports_half and j not in exact else "float32"
         if blob.dtype == wanted:
             continue
         name = f"{blob.name}_as_{wanted}"

@@ -228,6 +228,8 @@ class WideNet(RandomNet):
             return False
         bottoms = [self._made_input(one) for one in bottoms]
         in_place = kind in IN_PLACE and stem.free and self._open.count(stem) == 1 and self._chance(0.6)
+        if self._only and kind == "Softmax":  # it computes in float32, and these nets run in half precision too
+            in_place = False
         tops = [stem.name if in_place else self._new(kind)] + [self._new(kind) for _ in range(count - 1)]
         settings += self._extras(kind, settings, tried.parameters, bottoms, count)
         self._layer(kind, [one.name for one in bottoms], tops, settings)

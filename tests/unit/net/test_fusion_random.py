@@ -46,7 +46,7 @@ def test_the_nets_hold_what_they_are_to_try() -> None:
         seen["frozen"] += any(spec.HasField("lr_mult") for layer in param.layer for spec in layer.param)
         seen["force_backward"] += param.force_backward
         seen["sums"] += any(layer.type == "Eltwise" for layer in param.layer)
-    for kind in IN_PLACE & {*FUSIBLE}:
+    for kind in IN_PLACE & {*FUSIBLE} - {"Softmax"}:
         assert kinds[kind + " in place"] > 2, kind
     assert min(seen.values()) > 5, seen
     assert kinds["Convolution"] > 100

@@ -108,3 +108,13 @@ def test_types_that_differ_between_the_passes_are_float(caplog: pytest.LogCaptur
 def test_types_that_blobs_cannot_have_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         dry_net(text + NET)
+
+
+@pytest.mark.parametrize("kind", ["Scale", "Bias"])
+def test_a_bottom_in_place_of_a_parameter_is_read_in_float32(kind: str) -> None:
+    text = f"""{NET} layer {{ name: "s" type: "{kind}" bottom: "ip" bottom: "f" top: "s"
+      {kind.lower()}_param {{ axis: 0 }} }}"""
+    factor = 'layer { name: "f" type: "DummyData" top: "f" dummy_data_param { shape { dim: 4 } } }'
+    net = dry_net(HALF + text.replace("layer", f"{factor} layer", 1))
+    bottoms = next(node.bottoms for node in net.nodes if node.layer.name == "s")
+    assert [bottom.dtype for bottom in bottoms] == ["float16", "float32"]
