@@ -13,7 +13,8 @@ from fuzz import seeds
 from fuzz.mutate import TEXTS, WORDS, Random, damage_text
 from fuzz.target import BinaryTarget, Target, TextTarget
 
-from caffepy.cli.main import build_parser
+from caffepy.cli.launch import LaunchCommand, make_job
+from caffepy.cli.main import parse
 from caffepy.cli.options import normalise
 
 
@@ -333,11 +334,9 @@ class CommandLine(Target):
     def use(self, data: bytes) -> None:
         arguments = normalise(json.loads(data))
         with contextlib.suppress(SystemExit):
-            args = build_parser(arguments).parse_strictly(arguments)
-            if args.command == "launch":
-                from caffepy.cli.launch import make_job
-
-                make_job(args, None)
+            command = parse(arguments)
+            if isinstance(command, LaunchCommand):
+                make_job(command, None)
 
 
 def _changed(word: str, random: Random) -> str:

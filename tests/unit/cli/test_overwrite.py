@@ -128,7 +128,7 @@ CAFFES = {
 """Outputs of Caffe's tools, which replace a file as in Caffe."""
 OWN_RULES = {
     "create_annoset.exampledir": "a link, which SSD's script replaces; never a file",
-    "train.log": "rows of an earlier training go to NAME.bak; another file is refused",
+    "train.loggers": "rows of an earlier training go to NAME.bak; another file is refused",
 }
 """Outputs with a rule of their own, which other tests hold."""
 WRITE_NOTHING = {
@@ -169,7 +169,7 @@ READ = {
     "name_id_file",
     "net",
     "old",
-    "plugin",
+    "plugins",
     "profile",
     "proto",
     "rootfolder",
