@@ -359,14 +359,14 @@ def leave_caffe_page() -> str:
 
 def options_page() -> str:
     """The text of docs/reference/options.md."""
-    declared = {one.destination: one for one in options_of(TrainOptions)}
+    declared = {flag: one for one in options_of(TrainOptions) for flag in one.flags}
     lines = [_HEAD_OF_OPTIONS]
     for group in sorted(train_parser()._action_groups, key=lambda group: group.title == "options"):
         actions = [action for action in group._group_actions if action.dest != "help"]
         if actions:
             title = "Further options" if group.title == "options" else f"{group.title[:1].upper()}{group.title[1:]}"
             lines += [f"## {title}\n", "| option | keyword | default | ranks | meaning |", "|---|---|---|---|---|"]
-            lines += [*(option_row(action, declared.get(action.dest)) for action in actions), ""]
+            lines += [*(option_row(action, declared.get(action.option_strings[0])) for action in actions), ""]
     return "\n".join(lines)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from caffepy.cli.options import Parser
+from caffepy.cli.options import Command
 from caffepy.errors import RunError
-from caffepy.utils.options import gpu_list, positive, positive_seconds
+from caffepy.utils.options import argument, gpus_option, option, positive, positive_seconds, switch
 
 if TYPE_CHECKING:
     from caffepy.distributed.processes.world import World
@@ -16,40 +17,6 @@ if TYPE_CHECKING:
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _SIZES = "4K,64K,1M,16M,64M"
-_DESCRIPTION = """\
-Time all-reduces with the communicators that training uses, and check their results.
-
-  caffepy bench allreduce --gpus 0,1,2,3
-  caffepy bench allreduce --cpu --cpu-solvers 2
-  caffepy launch --nproc-per-node 2 -- bench allreduce --cpu
-
-Time is the median on the slowest device; algorithm bandwidth is size / time, bus bandwidth that times 2 (n - 1) / n."""
-
-
-def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command and its options."""
-    parser = subparsers.add_parser("bench", help="time all-reduces between devices", description=_DESCRIPTION)
-    parser.add_argument("operation", choices=("allreduce",), help="what to time")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--gpu", "--gpus", dest="gpus", type=gpu_list, metavar="LIST", help="GPUs; ranks of one host divide them (all)"
-    )
-    where.add_argument("--cpu", action="store_true", help="arrays in host memory")
-    parser.add_argument(
-        "--cpu-solvers", "--threads", type=positive, default=1, metavar="N", help="threads of a CPU process (1)"
-    )
-    parser.add_argument(
-        "--communicator",
-        choices=("nccl", "mpi", "tcp", "local"),
-        help="communicator (default: nccl between GPUs, else mpi or without MPI tcp between ranks, local "
-        "between threads)",
-    )
-    parser.add_argument("--sizes", type=size_list, default=_SIZES, metavar="LIST", help=f"bytes of an array ({_SIZES})")
-    parser.add_argument("--iterations", type=positive, default=20, metavar="N", help="measurements of each size (20)")
-    parser.add_argument("--dtype", choices=("float32", "float64", "float16"), default="float32", help="(float32)")
-    parser.add_argument(
-        "--timeout", type=positive_seconds, default=300.0, metavar="SECONDS", help="longest wait for one size (300)"
-    )
 
 
 def size_list(text: str) -> tuple[int, ...]:
@@ -63,41 +30,70 @@ def size_list(text: str) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the benchmark and print the table.
+@dataclass(kw_only=True)
+class BenchCommand(Command):
+    """Time all-reduces between devices.
 
-    Raises:
-        ConfigError, DeviceError: devices and communicator do not match, or do not exist.
-        RunError: a result is wrong.
-        CaffepyError: another device failed.
+    Time all-reduces with the communicators that training uses, and check their results.
+
+      caffepy bench allreduce --gpus 0,1,2,3
+      caffepy bench allreduce --cpu --cpu-solvers 2
+      caffepy launch --nproc-per-node 2 -- bench allreduce --cpu
+
+    Time is the median on the slowest device; algorithm bandwidth is size / time, bus bandwidth that times
+    2 (n - 1) / n.
     """
-    from caffepy.distributed.processes.launcher import refuse_foreign_launcher
-    from caffepy.distributed.processes.world import create_world
-    from caffepy.scaling.benchmark import AllReduceBenchmark
 
-    timings: list[Timing] = []
-    with create_world() as world:
-        world.run_on_all(lambda: refuse_foreign_launcher(world.rank, world.size))
-        options = _options(args, world)
+    operation: str = argument("what to time", choices=("allreduce",))
+    gpus: list[int] | str | None = gpus_option("GPUs; ranks of one host divide them (all)")
+    cpu: bool = switch("arrays in host memory", excludes="device")
+    cpu_solvers: int = option("threads of a CPU process", positive, default=1, flags=("--cpu-solvers", "--threads"))
+    communicator: str | None = option(
+        "communicator (default: nccl between GPUs, else mpi or without MPI tcp between ranks, local between threads)",
+        choices=("nccl", "mpi", "tcp", "local"),
+    )
+    sizes: tuple[int, ...] = option(
+        f"bytes of an array (default: {_SIZES})", size_list, "LIST", default=size_list(_SIZES)
+    )
+    iterations: int = option("measurements of each size", positive, default=20)
+    dtype: str = option("type of the elements", default="float32", choices=("float32", "float64", "float16"))
+    timeout: float = option("longest wait for one size", positive_seconds, default=300.0)
 
-        def tell(timing: Timing) -> None:
-            timings.append(timing)
+    def run(self) -> int:
+        """Run the benchmark and print the table.
+
+        Raises:
+            ConfigError, DeviceError: devices and communicator do not match, or do not exist.
+            RunError: a result is wrong.
+            CaffepyError: another device failed.
+        """
+        from caffepy.distributed.processes.launcher import refuse_foreign_launcher
+        from caffepy.distributed.processes.world import create_world
+        from caffepy.scaling.benchmark import AllReduceBenchmark
+
+        timings: list[Timing] = []
+        with create_world() as world:
+            world.run_on_all(lambda: refuse_foreign_launcher(world.rank, world.size))
+            options = _options(self, world)
+
+            def tell(timing: Timing) -> None:
+                timings.append(timing)
+                if world.rank == 0:
+                    print(_row(timing, options.dtype), flush=True)
+
+            bench = AllReduceBenchmark(world, options, tell)
             if world.rank == 0:
-                print(_row(timing, options.dtype), flush=True)
-
-        bench = AllReduceBenchmark(world, options, tell)
-        if world.rank == 0:
-            print(_head(options, world.size), flush=True)
-        bench.run()
-    wrong = sum(timing.wrong for timing in timings)
-    if wrong:
-        if world.rank != 0:
-            raise SystemExit(RunError.exit_status)
-        raise RunError(f"{wrong} elements were wrong: the connection between the devices, or a device, is broken")
-    return 0
+                print(_head(options, world.size), flush=True)
+            bench.run()
+        wrong = sum(timing.wrong for timing in timings)
+        if wrong:
+            if world.rank != 0:
+                raise SystemExit(RunError.exit_status)
+            raise RunError(f"{wrong} elements were wrong: the connection between the devices, or a device, is broken")
+        return 0
 
 
-def _options(args: argparse.Namespace, world: World) -> BenchmarkOptions:
+def _options(args: BenchCommand, world: World) -> BenchmarkOptions:
     from caffepy.scaling.benchmark import BenchmarkOptions
 
     devices = None if args.cpu else _gpus(args.gpus, world)

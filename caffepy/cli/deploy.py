@@ -5,108 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caffepy.cli.options import Parser, add_overwrite_flag
+from caffepy.cli.options import ReadsNets, overwrite_option
 from caffepy.cli.output import quiet_net
 from caffepy.errors import ConfigError, DataError, SnapshotError, one_line, printable
-from caffepy.utils.options import name_list, positive, record_shape
+from caffepy.utils.options import argument, name_list, option, positive, record_shape
 
 if TYPE_CHECKING:
     from caffepy.formats.proto import caffe_pb2
-
-_DESCRIPTION = """\
-Make a deploy net from a training net: Input layers replace data layers, Softmax or Sigmoid replaces the losses with
-that activation. Labels, accuracies, auxiliary classifiers, rates and fillers are removed. An Input layer gets the
-fields (transform_param, image_data_param) that say how classify, detect and caffepy.load prepare images. The result is
-written to stdout, or to --output.
-
-  caffepy deploy train_val.prototxt deploy.prototxt --weights model.caffemodel
-  caffepy deploy lenet_train_test.prototxt --input data=1,28,28 --batch 16
-  caffepy deploy old_deploy.prototxt deploy.prototxt --like train_val.prototxt
-
-The shape of an input is read from --input, crop_size, resize_param, new_height and new_width, or from the data if they
-exist. DummyData, Parameter and Python layers stay, unless --input names their top. With --like, NET is a deploy net
-that stays as it is, except for the preparation of its images."""
-
-
-def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command and its options."""
-    parser = subparsers.add_parser("deploy", help="make a deploy net from a training net", description=_DESCRIPTION)
-    parser.add_argument("net", type=Path, metavar="NET.prototxt", help="the training net")
-    parser.add_argument("output", type=Path, nargs="?", metavar="DEPLOY.prototxt", help="write here, not to stdout")
-    parser.add_argument("--output", type=Path, metavar="FILE", dest="named_output", help="the same")
-    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="records in a batch (default: 1)")
-    parser.add_argument(
-        "--input",
-        type=_named_shape,
-        action="append",
-        default=[],
-        metavar="NAME=C,H,W",
-        dest="shapes",
-        help="shape of one record of an input; repeat for several inputs",
-    )
-    parser.add_argument(
-        "--outputs",
-        type=name_list,
-        default=[],
-        metavar="LIST",
-        help="output blobs (default: the predictions of its losses)",
-    )
-    parser.add_argument(
-        "--like",
-        type=Path,
-        metavar="TRAIN.prototxt",
-        help="NET is a deploy net; prepare its images as the data layer of this training net does",
-    )
-    parser.add_argument(
-        "--image-size",
-        type=record_shape,
-        metavar="H,W",
-        help="size of the images before the crop (default: as in the fields or the data)",
-    )
-    parser.add_argument("--weights", type=Path, metavar="FILE", help="check that these weights fit the deploy net")
-    add_overwrite_flag(parser)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Write the deploy net.
-
-    Raises:
-        ConfigError: the net cannot be read, has no outputs, the shape of an input is unknown, or the file exists.
-        SnapshotError: the weights do not fit.
-        RunError: the file cannot be written.
-    """
-    from google.protobuf import text_format
-
-    from caffepy.formats.load import read_net
-    from caffepy.utils.files import atomic_write, check_output
-
-    if args.output is not None and args.named_output is not None:
-        raise ConfigError(f"{args.output} and --output {args.named_output} are both the output; give one of them")
-    output = args.output or args.named_output
-    if args.image_size is not None and len(args.image_size) != 2:
-        raise ConfigError("--image-size is a height and a width such as 256,256")
-    if args.like is not None and (args.shapes or args.outputs or args.batch != 1):
-        raise ConfigError("--like keeps the net; give it without --input, --outputs and --batch")
-    if output is not None:
-        check_output(output, args.overwrite, filter(None, (args.net, args.like, args.weights)))
-    train = read_net(args.like or args.net)
-    net = _made_from(train, args) if args.like is None else _prepared_like(read_net(args.net), train, args)
-    _move_mean_files(net, args.like or args.net, output)
-    with quiet_net():
-        layers = _check(net, args.weights)
-    text = f"# {one_line(args.net.name)} for predictions.\n{text_format.MessageToString(net, as_utf8=True)}"
-    if output is None:
-        print("\n".join(map(printable, text.split("\n"))), end="")
-        return 0
-    with atomic_write(output) as file:
-        file.write(text.encode())
-    fitting = f"; {layers} layers take their weights from {args.weights}" if args.weights else ""
-    print(f"{output}: {len(net.layer)} layers{fitting}")
-    return 0
 
 
 def _named_shape(text: str) -> tuple[str, tuple[int, ...]]:
@@ -116,7 +25,85 @@ def _named_shape(text: str) -> tuple[str, tuple[int, ...]]:
     return name, record_shape(shape)
 
 
-def _made_from(train: caffe_pb2.NetParameter, args: argparse.Namespace) -> caffe_pb2.NetParameter:
+@dataclass(kw_only=True)
+class DeployCommand(ReadsNets):
+    """Make a deploy net from a training net.
+
+    Make a deploy net from a training net: Input layers replace data layers, Softmax or Sigmoid replaces the losses with
+    that activation. Labels, accuracies, auxiliary classifiers, rates and fillers are removed. An Input layer gets the
+    fields (transform_param, image_data_param) that say how classify, detect and caffepy.load prepare images. The result
+    is written to stdout, or to --output.
+
+      caffepy deploy train_val.prototxt deploy.prototxt --weights model.caffemodel
+      caffepy deploy lenet_train_test.prototxt --input data=1,28,28 --batch 16
+      caffepy deploy old_deploy.prototxt deploy.prototxt --like train_val.prototxt
+
+    The shape of an input is read from --input, crop_size, resize_param, new_height and new_width, or from the data if
+    they exist. DummyData, Parameter and Python layers stay, unless --input names their top. With --like, NET is a
+    deploy net that stays as it is, except for the preparation of its images.
+    """
+
+    net: Path = argument("the training net", Path, "NET.prototxt")
+    output: Path | None = argument("write here, not to stdout", Path, "DEPLOY.prototxt", default=None)
+    named_output: Path | None = option("the same", Path, flags=("--output",))
+    batch: int = option("records in a batch", positive, default=1)
+    shapes: list[tuple[str, tuple[int, ...]]] = option(
+        "shape of one record of an input; repeat for several inputs",
+        _named_shape,
+        "NAME=C,H,W",
+        default=[],
+        flags=("--input",),
+        repeatable=True,
+    )
+    outputs: list[str] = option("output blobs (default: the predictions of its losses)", name_list, default=[])
+    like: Path | None = option(
+        "NET is a deploy net; prepare its images as the data layer of this training net does", Path, "TRAIN.prototxt"
+    )
+    image_size: tuple[int, ...] | None = option(
+        "size of the images before the crop (default: as in the fields or the data)", record_shape, "H,W"
+    )
+    weights: Path | None = option("check that these weights fit the deploy net", Path)
+    overwrite: bool = overwrite_option()
+
+    def run(self) -> int:
+        """Write the deploy net.
+
+        Raises:
+            ConfigError: the net cannot be read, has no outputs, the shape of an input is unknown, or the file exists.
+            SnapshotError: the weights do not fit.
+            RunError: the file cannot be written.
+        """
+        from google.protobuf import text_format
+
+        from caffepy.formats.load import read_net
+        from caffepy.utils.files import atomic_write, check_output
+
+        if self.output is not None and self.named_output is not None:
+            raise ConfigError(f"{self.output} and --output {self.named_output} are both the output; give one of them")
+        output = self.output or self.named_output
+        if self.image_size is not None and len(self.image_size) != 2:
+            raise ConfigError("--image-size is a height and a width such as 256,256")
+        if self.like is not None and (self.shapes or self.outputs or self.batch != 1):
+            raise ConfigError("--like keeps the net; give it without --input, --outputs and --batch")
+        if output is not None:
+            check_output(output, self.overwrite, filter(None, (self.net, self.like, self.weights)))
+        train = read_net(self.like or self.net)
+        net = _made_from(train, self) if self.like is None else _prepared_like(read_net(self.net), train, self)
+        _move_mean_files(net, self.like or self.net, output)
+        with quiet_net():
+            layers = _check(net, self.weights)
+        text = f"# {one_line(self.net.name)} for predictions.\n{text_format.MessageToString(net, as_utf8=True)}"
+        if output is None:
+            print("\n".join(map(printable, text.split("\n"))), end="")
+            return 0
+        with atomic_write(output) as file:
+            file.write(text.encode())
+        fitting = f"; {layers} layers take their weights from {self.weights}" if self.weights else ""
+        print(f"{output}: {len(net.layer)} layers{fitting}")
+        return 0
+
+
+def _made_from(train: caffe_pb2.NetParameter, args: DeployCommand) -> caffe_pb2.NetParameter:
     """Return the deploy net of a training net."""
     from caffepy.net.deploy import deploy_net, plan_deploy
 
@@ -130,7 +117,7 @@ def _made_from(train: caffe_pb2.NetParameter, args: argparse.Namespace) -> caffe
 
 
 def _prepared_like(
-    net: caffe_pb2.NetParameter, train: caffe_pb2.NetParameter, args: argparse.Namespace
+    net: caffe_pb2.NetParameter, train: caffe_pb2.NetParameter, args: DeployCommand
 ) -> caffe_pb2.NetParameter:
     """Return a deploy net whose Input layers prepare images as the data layers of a training net."""
     from caffepy.formats.dialect import Dialect, choose_dialect
@@ -157,9 +144,7 @@ def _prepared_like(
     return net
 
 
-def _image_sizes(
-    train: caffe_pb2.NetParameter, args: argparse.Namespace, tops: Iterable[str]
-) -> dict[str, tuple[int, int]]:
+def _image_sizes(train: caffe_pb2.NetParameter, args: DeployCommand, tops: Iterable[str]) -> dict[str, tuple[int, int]]:
     """Return height and width of the images before a crop by top: of --image-size, or of data that exist."""
     from caffepy.formats.proto import caffe_pb2
 

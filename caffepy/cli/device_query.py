@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import platform
@@ -10,16 +9,17 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-from caffepy.cli.options import Parser
+from caffepy.cli.options import Command
 from caffepy.distributed.nvml import Nvml
 from caffepy.distributed.placement import cores_near, current_cores, format_cores, parse_cores, pci_folder
 from caffepy.errors import CaffepyError, ConfigError
 from caffepy.utils.installation import MissingExtraError, install_command
-from caffepy.utils.options import gpu_list
+from caffepy.utils.options import gpus_option, switch
 
 _PACKAGES = (
     ("NumPy", ("numpy",)),
@@ -34,33 +34,30 @@ _PACKAGES = (
 """Library names, and the packages that provide them."""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command and its options."""
-    parser = subparsers.add_parser(
-        "device_query",
-        help="show GPUs, CPU, MPI and libraries",
-        description="Print this machine's devices and libraries, and missing components; works without CUDA and MPI.",
-    )
-    parser.add_argument("--gpu", "--gpus", dest="gpus", type=gpu_list, metavar="LIST", help="only these GPUs")
-    parser.add_argument(
-        "--topology", action="store_true", help="also the links between GPUs, the CPU cores near them, NCCL and MPI"
-    )
+@dataclass(kw_only=True)
+class DeviceQueryCommand(Command):
+    """Show GPUs, CPU, MPI and libraries.
 
-
-def run(args: argparse.Namespace) -> int:
-    """Print the report to stdout.
-
-    Raises:
-        DeviceError, MissingExtraError: named GPUs do not exist.
+    Print this machine's devices and libraries, and missing components; works without CUDA and MPI.
     """
-    sections = {"GPU": _gpus(args.gpus), "CPU": _cpu(), "MPI": _mpi(), "Libraries": _libraries()}
-    if args.topology:
-        sections["Topology"] = _topology(args.gpus)
-    for title, lines in sections.items():
-        print(f"{title}:")
-        for line in lines:
-            print(f"  {line}")
-    return 0
+
+    gpus: list[int] | str | None = gpus_option("only these GPUs")
+    topology: bool = switch("also the links between GPUs, the CPU cores near them, NCCL and MPI")
+
+    def run(self) -> int:
+        """Print the report to stdout.
+
+        Raises:
+            DeviceError, MissingExtraError: named GPUs do not exist.
+        """
+        sections = {"GPU": _gpus(self.gpus), "CPU": _cpu(), "MPI": _mpi(), "Libraries": _libraries()}
+        if self.topology:
+            sections["Topology"] = _topology(self.gpus)
+        for title, lines in sections.items():
+            print(f"{title}:")
+            for line in lines:
+                print(f"  {line}")
+        return 0
 
 
 def _gpus(requested: list[int] | str | None) -> Iterator[str]:

@@ -10,17 +10,14 @@ import argparse
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from caffepy.cli.options import Parser, add_dialect_option, add_overwrite_flag, add_state_options
+from caffepy.cli.options import DialectOption, ReadsNets, StateOptions, overwrite_option
 from caffepy.errors import ConfigError, DataError, RunError, UserError, printable
 from caffepy.utils.installation import MissingExtraError, install_command
-from caffepy.utils.options import file_list, positive
-
-if TYPE_CHECKING:
-    from caffepy.net import Net
-
+from caffepy.utils.options import argument, file_list, option, positive, switch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,15 +31,6 @@ if TYPE_CHECKING:
 
 # -- `caffepy export` ----------------------------------------------------------------------------------
 
-_EXPORT = """\
-Write a net with its weights as an ONNX file, as a PyTorch module (OUT.py with OUT.safetensors), or write its weights
-alone as .safetensors, .caffemodel or .caffemodel.h5. Net and export are run on the same random input (by onnxruntime or
-PyTorch), and the largest difference is printed; above a limit, relative to the output's largest value, nothing is
-written: 1e-4 for ONNX, 1e-5 for PyTorch.
-
-  caffepy export deploy.prototxt net.caffemodel net.onnx --batch dynamic --fold
-  caffepy export deploy.prototxt net.caffemodel net.py
-  caffepy export deploy.prototxt net.caffemodel net.safetensors"""
 
 TARGETS = {".onnx": "onnx", ".py": "torch", ".safetensors": "weights", ".caffemodel": "weights", ".h5": "weights"}
 """What --to is by default, by the suffix of OUT."""
@@ -57,58 +45,56 @@ def batch_size(text: str) -> int | str:
     return text if text == "dynamic" else positive(text)
 
 
-def add_parser_export(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command and its options."""
-    parser = subparsers.add_parser("export", help="write a net as ONNX or for PyTorch", description=_EXPORT)
-    parser.add_argument("model", type=Path, metavar="NET", help="the net's prototxt; a deploy net, with Input layers")
-    parser.add_argument("weights", type=file_list, metavar="WEIGHTS", help="files of weights, separated by commas")
-    parser.add_argument("output", type=Path, metavar="OUT", help="the file to write")
-    parser.add_argument(
-        "--to",
-        choices=("onnx", "torch", "weights"),
-        help="the format: an ONNX file, a PyTorch module, or weights (default: by the suffix of OUT, else onnx)",
-    )
-    parser.add_argument(
-        "--opset",
-        type=positive,
-        metavar="N",
-        help=f"version of ONNX's operators, {OPSETS[0]} to {OPSETS[2]} (default {OPSETS[1]})",
-    )
-    parser.add_argument(
-        "--batch", type=batch_size, metavar="N", help="the first axis of all inputs, or 'dynamic' for any batch"
-    )
-    parser.add_argument(
-        "--phase", type=str.upper, choices=("TRAIN", "TEST"), default="TEST", help="the phase to export"
-    )
-    parser.add_argument("--fold", action="store_true", help="merge BatchNorm and Scale into the layers before them")
-    parser.add_argument(
-        "--half",
-        action="store_true",
-        help=f"store weights as float16; fails if an output changes by more than {HALF_LIMIT:g} of its largest value",
-    )
-    parser.add_argument("--no-check", action="store_true", help="do not compare net and export")
-    add_overwrite_flag(parser)
-    add_state_options(parser)
-    add_dialect_option(parser)
+@dataclass(kw_only=True)
+class ExportCommand(StateOptions, ReadsNets):
+    """Write a net as ONNX or for PyTorch.
 
+    Write a net with its weights as an ONNX file, as a PyTorch module (OUT.py with OUT.safetensors), or write its
+    weights alone as .safetensors, .caffemodel or .caffemodel.h5. Net and export are run on the same random input (by
+    onnxruntime or PyTorch), and the largest difference is printed; above a limit, relative to the output's largest
+    value, nothing is written: 1e-4 for ONNX, 1e-5 for PyTorch.
 
-def run_export(args: argparse.Namespace) -> int:
-    """Write the files; print their contents and the largest difference.
-
-    Raises:
-        CaffepyError: the files cannot be used, or the difference is too large.
+      caffepy export deploy.prototxt net.caffemodel net.onnx --batch dynamic --fold
+      caffepy export deploy.prototxt net.caffemodel net.py
+      caffepy export deploy.prototxt net.caffemodel net.safetensors
     """
-    target = args.to or TARGETS.get(args.output.suffix, "onnx")
-    if args.opset is not None and target != "onnx":
-        raise ConfigError(f"--opset is for ONNX, and --to is {target}; leave it out")
-    if target == "torch":
-        return _export_torch(args)
-    if target == "onnx":
-        return _export_onnx(args)
-    return _export_weights(args)
+
+    model: Path = argument("the net's prototxt; a deploy net, with Input layers", Path, "NET")
+    weights: list[Path] = argument("files of weights, separated by commas", file_list, "WEIGHTS")
+    output: Path = argument("the file to write", Path, "OUT")
+    to: str | None = option(
+        "the format: an ONNX file, a PyTorch module, or weights (default: by the suffix of OUT, else onnx)",
+        choices=("onnx", "torch", "weights"),
+    )
+    opset: int | None = option(
+        f"version of ONNX's operators, {OPSETS[0]} to {OPSETS[2]} (default {OPSETS[1]})", positive
+    )
+    batch: int | str | None = option("the first axis of all inputs, or 'dynamic' for any batch", batch_size, "N")
+    phase: str = option("the phase to export", str.upper, default="TEST", choices=("TRAIN", "TEST"))
+    fold: bool = switch("merge BatchNorm and Scale into the layers before them")
+    half: bool = switch(
+        f"store weights as float16; fails if an output changes by more than {HALF_LIMIT:g} of its largest value"
+    )
+    no_check: bool = switch("do not compare net and export")
+    overwrite: bool = overwrite_option()
+
+    def run(self) -> int:
+        """Write the files; print their contents and the largest difference.
+
+        Raises:
+            CaffepyError: the files cannot be used, or the difference is too large.
+        """
+        target = self.to or TARGETS.get(self.output.suffix, "onnx")
+        if self.opset is not None and target != "onnx":
+            raise ConfigError(f"--opset is for ONNX, and --to is {target}; leave it out")
+        if target == "torch":
+            return _export_torch(self)
+        if target == "onnx":
+            return _export_onnx(self)
+        return _export_weights(self)
 
 
-def _export_weights(args: argparse.Namespace) -> int:
+def _export_weights(args: ExportCommand) -> int:
     from caffepy.formats.caffemodel import write_caffemodel
 
     if TARGETS.get(args.output.suffix) != "weights":
@@ -128,17 +114,17 @@ def _export_weights(args: argparse.Namespace) -> int:
 # -- nets ----------------------------------------------------------------------------------------------
 
 
-def _open(args: argparse.Namespace) -> tuple[Net, caffe_pb2.NetParameter]:
+def _open(args: ExportCommand) -> tuple[Net, caffe_pb2.NetParameter]:
     """The net with its weights, and its message."""
     from caffepy.export.onnx.prepare import Settings, open_for_export
     from caffepy.formats.proto import caffe_pb2
 
-    batch = None if args.batch == "dynamic" else args.batch
+    batch = args.batch if isinstance(args.batch, int) else None
     settings = Settings(caffe_pb2.Phase.Value(args.phase), args.level, args.stage, batch)
     return open_for_export(args.model, args.weights, settings)
 
 
-def _sources(args: argparse.Namespace) -> tuple[Net, Net, caffe_pb2.NetParameter]:
+def _sources(args: ExportCommand) -> tuple[Net, Net, caffe_pb2.NetParameter]:
     """The net as read; the net to export, folded and rounded as the options say; and the message of the latter."""
     from caffepy.export.onnx.prepare import build, fold_batch_norms, round_to_half, with_parameters
 
@@ -155,7 +141,7 @@ def _sources(args: argparse.Namespace) -> tuple[Net, Net, caffe_pb2.NetParameter
     return net, source, param
 
 
-def _check_output(args: argparse.Namespace, *paths: Path) -> None:
+def _check_output(args: ExportCommand, *paths: Path) -> None:
     from caffepy.utils.files import check_output
 
     for path in paths:
@@ -165,7 +151,7 @@ def _check_output(args: argparse.Namespace, *paths: Path) -> None:
 def _check(
     net: Net,
     source: Net,
-    args: argparse.Namespace,
+    args: ExportCommand,
     run_export: Callable[[Arrays], Arrays],
     run_alone: Callable[[Net, Arrays], Arrays],
     limit: float,
@@ -216,7 +202,7 @@ def _finds_boxes(net: Net, output: str) -> bool:
     return any(node.layer.changes_shapes for node in net.nodes if net.outputs[output] in node.tops)
 
 
-def _export_onnx(args: argparse.Namespace) -> int:
+def _export_onnx(args: ExportCommand) -> int:
     from caffepy.export.onnx.libraries import has_runtime, require_onnx, run_model
     from caffepy.utils.files import atomic_write
 
@@ -247,7 +233,7 @@ def _export_onnx(args: argparse.Namespace) -> int:
     return 0
 
 
-def _export_torch(args: argparse.Namespace) -> int:
+def _export_torch(args: ExportCommand) -> int:
     from caffepy.export.onnx.prepare import as_half, varying_axes
     from caffepy.export.torch.write import LIMIT, require_torch, run_exported, to_torch
     from caffepy.formats.safetensors import SUFFIX, write_tensors
@@ -287,7 +273,7 @@ def _export_torch(args: argparse.Namespace) -> int:
 
 
 def _varying_or_fixed(
-    varying_axes: Callable[..., dict[str, list[bool]]], param: caffe_pb2.NetParameter, args: argparse.Namespace
+    varying_axes: Callable[..., dict[str, list[bool]]], param: caffe_pb2.NetParameter, args: ExportCommand
 ) -> dict[str, Sequence[bool]]:
     """Which axes follow the batch; none, if the net has one batch only and the user does not want any."""
     try:
@@ -300,88 +286,86 @@ def _varying_or_fixed(
 
 # -- `caffepy quantize` --------------------------------------------------------------------------------
 
-_QUANTIZE = """\
-Write a net as an ONNX model that computes with int8 (QDQ format), by onnxruntime's static quantization. The ranges of
-activations come from images of the training set: from the TRAIN data layer of --like, or from --images, prepared as the
-deploy net's Input layer says. With --like, the accuracy of a classifier is printed before and after, on the TEST data
-layer.
 
-  caffepy quantize deploy.prototxt net.caffemodel int8.onnx --like train_val.prototxt
-  caffepy quantize deploy.prototxt net.caffemodel int8.onnx --images photos/ --samples 200"""
+@dataclass(kw_only=True)
+class QuantizeCommand(DialectOption, ReadsNets):
+    """Write a net as int8 ONNX.
 
+    Write a net as an ONNX model that computes with int8 (QDQ format), by onnxruntime's static quantization. The ranges
+    of activations come from images of the training set: from the TRAIN data layer of --like, or from --images, prepared
+    as the deploy net's Input layer says. With --like, the accuracy of a classifier is printed before and after, on the
+    TEST data layer.
 
-def add_parser_quantize(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command and its options."""
-    parser = subparsers.add_parser("quantize", help="write a net as int8 ONNX", description=_QUANTIZE)
-    parser.add_argument("model", type=Path, metavar="NET", help="the deploy net's prototxt")
-    parser.add_argument("weights", type=file_list, metavar="WEIGHTS", help="files of weights, separated by commas")
-    parser.add_argument("output", type=Path, metavar="OUT", help="the .onnx file to write")
-    parser.add_argument("--like", type=Path, metavar="FILE", help="the train net, whose data layers give the images")
-    parser.add_argument(
-        "--images", type=Path, metavar="PATH", help="a folder, a list or an image, in place of the train net's images"
-    )
-    parser.add_argument("--samples", type=positive, default=256, metavar="N", help="images to calibrate with (256)")
-    parser.add_argument("--iterations", type=positive, default=50, metavar="N", help="batches to score (50)")
-    add_overwrite_flag(parser)
-    add_dialect_option(parser)
-
-
-def run_quantize(args: argparse.Namespace) -> int:
-    """Write the file; print the accuracy before and after. Return 1 if images of --images were left out.
-
-    Raises:
-        CaffepyError: the files cannot be used, no image can be read, or onnxruntime cannot quantize the net.
+      caffepy quantize deploy.prototxt net.caffemodel int8.onnx --like train_val.prototxt
+      caffepy quantize deploy.prototxt net.caffemodel int8.onnx --images photos/ --samples 200
     """
-    from caffepy.export.onnx.libraries import EXTRA, Session, has_runtime, require_onnx
-    from caffepy.utils.files import atomic_write, check_output
 
-    if (args.like is None) and (args.images is None):
-        raise ConfigError("quantize needs images of the training set: --like train_val.prototxt or --images PATH")
-    require_onnx("to quantize nets")
-    if not has_runtime():
-        raise MissingExtraError("onnxruntime", EXTRA, "to quantize nets")
-    from caffepy.export.onnx.check import compare, difference, refuse_large, run_net
-    from caffepy.export.onnx.prepare import (
-        Settings,
-        build,
-        fold_batch_norms,
-        open_for_export,
-        varying_axes,
-        with_parameters,
-    )
-    from caffepy.export.onnx.quantize import quantize
-    from caffepy.export.onnx.write import serialised, to_model
+    model: Path = argument("the deploy net's prototxt", Path, "NET")
+    weights: list[Path] = argument("files of weights, separated by commas", file_list, "WEIGHTS")
+    output: Path = argument("the .onnx file to write", Path, "OUT")
+    like: Path | None = option("the train net, whose data layers give the images", Path)
+    images: Path | None = option("a folder, a list or an image, in place of the train net's images", Path, "PATH")
+    samples: int = option("images to calibrate with", positive, default=256)
+    iterations: int = option("batches to score", positive, default=50)
+    overwrite: bool = overwrite_option()
 
-    check_output(args.output, args.overwrite, filter(None, (args.model, *args.weights, args.like, args.images)))
-    net, param = open_for_export(args.model, args.weights, Settings())
-    folded = fold_batch_norms(with_parameters(param, net), net.context.nvidia)
-    source = build(folded, net.backend, args.model, net.context.dialect)
-    source.copy_trained_layers_from(folded, "the folded net")
-    model = to_model(source, varying=varying_axes(folded, args.model))
-    before = serialised(model)
-    samples, status = (list(_samples(args, net)), 0) if args.images is None else _images(args, net)
-    float_session = Session(before)
-    refuse_large(compare(float_session.run(samples[0]), run_net(net, samples[0])))
-    after = quantize(model, samples)
-    with atomic_write(args.output) as file:
-        file.write(after)
-    print(f"{args.output}: {len(after)} bytes, {len(before)} before; calibrated with {len(samples)} images")
-    int8_session = Session(after)
-    wanted, found = float_session.run(samples[0]), int8_session.run(samples[0])
-    for name in wanted:
-        if found[name].shape == wanted[name].shape:  # a detector may find another number of boxes
-            print(f"int8: {difference(name, found[name], wanted[name])}")
-    if args.like is not None:
-        _print_accuracy(args, net, float_session.run, int8_session.run)
-    return status
+    def run(self) -> int:
+        """Write the file; print the accuracy before and after. Return 1 if images of --images were left out.
+
+        Raises:
+            CaffepyError: the files cannot be used, no image can be read, or onnxruntime cannot quantize the net.
+        """
+        from caffepy.export.onnx.libraries import EXTRA, Session, has_runtime, require_onnx
+        from caffepy.utils.files import atomic_write, check_output
+
+        if (self.like is None) and (self.images is None):
+            raise ConfigError("quantize needs images of the training set: --like train_val.prototxt or --images PATH")
+        require_onnx("to quantize nets")
+        if not has_runtime():
+            raise MissingExtraError("onnxruntime", EXTRA, "to quantize nets")
+        from caffepy.export.onnx.check import compare, difference, refuse_large, run_net
+        from caffepy.export.onnx.prepare import (
+            Settings,
+            build,
+            fold_batch_norms,
+            open_for_export,
+            varying_axes,
+            with_parameters,
+        )
+        from caffepy.export.onnx.quantize import quantize
+        from caffepy.export.onnx.write import serialised, to_model
+
+        check_output(self.output, self.overwrite, filter(None, (self.model, *self.weights, self.like, self.images)))
+        net, param = open_for_export(self.model, self.weights, Settings())
+        folded = fold_batch_norms(with_parameters(param, net), net.context.nvidia)
+        source = build(folded, net.backend, self.model, net.context.dialect)
+        source.copy_trained_layers_from(folded, "the folded net")
+        model = to_model(source, varying=varying_axes(folded, self.model))
+        before = serialised(model)
+        samples, status = _images(self, self.images, net) if self.images else (list(_samples(self, net)), 0)
+        float_session = Session(before)
+        refuse_large(compare(float_session.run(samples[0]), run_net(net, samples[0])))
+        after = quantize(model, samples)
+        with atomic_write(self.output) as file:
+            file.write(after)
+        print(f"{self.output}: {len(after)} bytes, {len(before)} before; calibrated with {len(samples)} images")
+        int8_session = Session(after)
+        wanted, found = float_session.run(samples[0]), int8_session.run(samples[0])
+        for name in wanted:
+            if found[name].shape == wanted[name].shape:  # a detector may find another number of boxes
+                print(f"int8: {difference(name, found[name], wanted[name])}")
+        if self.like is not None:
+            _print_accuracy(self.like, self.iterations, net, float_session.run, int8_session.run)
+        return status
 
 
-def _samples(args: argparse.Namespace, net: Net) -> Iterator[Arrays]:
+def _samples(args: QuantizeCommand, net: Net) -> Iterator[Arrays]:
     """Yield --samples images of the training set, each as a batch of one."""
     from caffepy.export.onnx.quantize import open_data
     from caffepy.formats.proto import caffe_pb2
 
     count = 0
+    assert args.like is not None  # without --images
     with open_data(args.like, caffe_pb2.TRAIN, net.inputs, net.backend, args.samples) as reader:
         while count < args.samples:
             inputs, _ = reader.batch()
@@ -391,7 +375,7 @@ def _samples(args: argparse.Namespace, net: Net) -> Iterator[Arrays]:
             count += number
 
 
-def _images(args: argparse.Namespace, net: Net) -> tuple[list[Arrays], int]:
+def _images(args: QuantizeCommand, path: Path, net: Net) -> tuple[list[Arrays], int]:
     """Return the first readable images of --images, prepared as the Input layer says, and the exit status."""
     import numpy as np
 
@@ -407,9 +391,9 @@ def _images(args: argparse.Namespace, net: Net) -> tuple[list[Arrays], int]:
             "--like train_val.prototxt' writes its transform_param"
         )
     preparation = ImagePreparation(layer, net.blobs[layer.top[0]].shape, PathResolver(args.model))
-    if args.images.suffix == ".npy":
-        raise ConfigError(f"--images {args.images}: name a folder, a list or an image; arrays are not read")
-    images = list_images([args.images])
+    if path.suffix == ".npy":
+        raise ConfigError(f"--images {path}: name a folder, a list or an image; arrays are not read")
+    images = list_images([path])
     unreadable = Unreadable(image.name for image in images)
     samples: list[Arrays] = []
     for image in images:
@@ -424,13 +408,13 @@ def _images(args: argparse.Namespace, net: Net) -> tuple[list[Arrays], int]:
     return samples, unreadable.exit_status
 
 
-def _print_accuracy(args: argparse.Namespace, net: Net, *runs: Callable[[Arrays], Arrays]) -> None:
+def _print_accuracy(like: Path, batches: int, net: Net, *runs: Callable[[Arrays], Arrays]) -> None:
     from caffepy.export.onnx.quantize import accuracies, open_data
     from caffepy.formats.proto import caffe_pb2
 
-    output, batches = next(iter(net.outputs)), args.iterations
+    output = next(iter(net.outputs))
     try:
-        with open_data(args.like, caffe_pb2.TEST, net.inputs, net.backend, batches) as reader:
+        with open_data(like, caffe_pb2.TEST, net.inputs, net.backend, batches) as reader:
             (before, after), count = accuracies(runs, reader, batches, output)
     except ConfigError as error:  # no classifier, or no data to test with
         print(f"accuracy: not measured: {error}")
@@ -440,13 +424,6 @@ def _print_accuracy(args: argparse.Namespace, net: Net, *runs: Callable[[Arrays]
 
 # -- `caffepy import` ----------------------------------------------------------------------------------
 
-_IMPORT = """\
-Write an ONNX file as NAME.prototxt and NAME.caffemodel. These are loaded and run on the same random input as the file
-(by onnxruntime, where it is installed), and the largest difference is printed; above 1e-4 of the output's largest value
-nothing is written. Unsupported nodes are listed together.
-
-  caffepy import resnet18.onnx
-  caffepy import detector.onnx --output models/detector --shape 1,3,320,320 --fold"""
 
 LARGEST_AXES = 8
 
@@ -460,57 +437,60 @@ def input_shape(text: str) -> tuple[str, tuple[int, ...]]:
     return name, tuple(positive(word.strip()) for word in words)
 
 
-def add_parser_import(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command and its options."""
-    parser = subparsers.add_parser("import", help="read a net from ONNX", description=_IMPORT)
-    parser.add_argument("model", type=Path, metavar="FILE", help="the .onnx file")
-    parser.add_argument("--output", type=Path, metavar="NAME", help="path of both files without suffix")
-    parser.add_argument(
-        "--batch", type=positive, default=1, metavar="N", help="batch size if the file does not fix it (1)"
-    )
-    parser.add_argument(
-        "--shape",
-        type=input_shape,
-        action="append",
-        default=[],
-        metavar="[INPUT=]N,C,H,W",
-        help="shape of an input, if the file does not fix it",
-    )
-    parser.add_argument("--fold", action="store_true", help="merge BatchNorm and Scale into the layers before them")
-    parser.add_argument("--no-check", action="store_true", help="do not compare net and file")
-    add_overwrite_flag(parser)
+@dataclass(kw_only=True)
+class ImportCommand(ReadsNets):
+    """Read a net from ONNX.
 
+    Write an ONNX file as NAME.prototxt and NAME.caffemodel. These are loaded and run on the same random input as the
+    file (by onnxruntime, where it is installed), and the largest difference is printed; above 1e-4 of the output's
+    largest value nothing is written. Unsupported nodes are listed together.
 
-def run_import(args: argparse.Namespace) -> int:
-    """Write both files; print their contents and the largest difference.
-
-    Raises:
-        CaffepyError: the file cannot be used, or the difference is too large.
+      caffepy import resnet18.onnx
+      caffepy import detector.onnx --output models/detector --shape 1,3,320,320 --fold
     """
-    from caffepy.export.onnx.libraries import has_runtime, require_onnx
 
-    require_onnx("to read ONNX files")
-    from caffepy.export.onnx_import.read import build_imported, check_imported, imported_paths, write_imported
-    from caffepy.utils.files import check_output
+    model: Path = argument("the .onnx file", Path)
+    output: Path | None = option("path of both files without suffix", Path, "NAME")
+    batch: int = option("batch size if the file does not fix it", positive, default=1)
+    shape: list[tuple[str, tuple[int, ...]]] = option(
+        "shape of an input, if the file does not fix it", input_shape, "[INPUT=]N,C,H,W", default=[], repeatable=True
+    )
+    fold: bool = switch("merge BatchNorm and Scale into the layers before them")
+    no_check: bool = switch("do not compare net and file")
+    overwrite: bool = overwrite_option()
 
-    base = args.output or (args.model.with_suffix("") if args.model.name else args.model)
-    if base.is_dir():
-        raise ConfigError(f"{base} is a folder; give --output a path without suffix, e.g. {base / args.model.stem}")
-    param, net = build_imported(args.model, base.name, args.batch, dict(args.shape), args.fold)
-    for path in imported_paths(base):
-        check_output(path, args.overwrite, [args.model])
+    def run(self) -> int:
+        """Write both files; print their contents and the largest difference.
 
-    def compare(loaded: Net) -> None:
-        for one in check_imported(args.model, loaded):
-            print(one)
+        Raises:
+            CaffepyError: the file cannot be used, or the difference is too large.
+        """
+        from caffepy.export.onnx.libraries import has_runtime, require_onnx
 
-    check = None
-    if args.no_check:
-        print("not compared, because of --no-check")
-    elif not has_runtime():
-        print(f"not compared: onnxruntime is not installed ({install_command('onnx')})")
-    else:
-        check = compare
-    paths = write_imported(base, param, net, check)
-    print(f"{paths[0]}: {len(param.layer)} layers; {paths[1]}: {sum(len(layer.blobs) for layer in net.layers)} blobs")
-    return 0
+        require_onnx("to read ONNX files")
+        from caffepy.export.onnx_import.read import build_imported, check_imported, imported_paths, write_imported
+        from caffepy.utils.files import check_output
+
+        base = self.output or (self.model.with_suffix("") if self.model.name else self.model)
+        if base.is_dir():
+            raise ConfigError(f"{base} is a folder; give --output a path without suffix, e.g. {base / self.model.stem}")
+        param, net = build_imported(self.model, base.name, self.batch, dict(self.shape), self.fold)
+        for path in imported_paths(base):
+            check_output(path, self.overwrite, [self.model])
+
+        def compare(loaded: Net) -> None:
+            for one in check_imported(self.model, loaded):
+                print(one)
+
+        check = None
+        if self.no_check:
+            print("not compared, because of --no-check")
+        elif not has_runtime():
+            print(f"not compared: onnxruntime is not installed ({install_command('onnx')})")
+        else:
+            check = compare
+        paths = write_imported(base, param, net, check)
+        print(
+            f"{paths[0]}: {len(param.layer)} layers; {paths[1]}: {sum(len(layer.blobs) for layer in net.layers)} blobs"
+        )
+        return 0

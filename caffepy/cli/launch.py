@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from caffepy.cli.options import Parser, normalise
+from caffepy.cli.options import Command, normalise
 from caffepy.errors import CaffepyError, ConfigError
 from caffepy.utils.installation import MissingExtraError
-from caffepy.utils.options import name_list, natural, positive
+from caffepy.utils.options import argument, name_list, natural, option, positive, switch
 
 if TYPE_CHECKING:
+    from caffepy.cli.train import TrainCommand
     from caffepy.distributed.launch.launchers import Allocation, Host, Job, Mpirun, Rendezvous
     from caffepy.distributed.launch.run import LaunchPlan
 
@@ -28,104 +28,77 @@ _RANK_VARIABLES = {"Open MPI": "OMPI_COMM_WORLD_RANK", "MPICH": "PMI_RANK", "Int
 """The environment variable of the rank, by MPI implementation."""
 _MPI_OPTIONS = ("hosts", "hostfile", "nodes", "mpirun", "min_nodes")
 """Options that are for MPI alone."""
-_DESCRIPTION = """\
-Print the command line that starts a command in several processes, run it and wait for its end.
-
-  caffepy launch --nproc-per-node 4 -- train --solver solver.prototxt
-  caffepy launch --nproc-per-node 8 --hostfile hosts -- train --solver solver.prototxt
-  caffepy launch --nproc-per-node 2 --hosts a,b --dry-run -- script.py --its-option
-  caffepy launch --nproc-per-node 8 --restarts 3 --hostfile hosts --min-nodes 2 -- train --solver solver.prototxt
-  caffepy launch --nnodes 2 --node-rank 1 --master-addr a --nproc-per-node 8 -- train --solver solver.prototxt
-
-The command is a caffepy command, a Python script or another program. Within a Slurm allocation srun starts it, or
-the installed MPI's mpirun if srun cannot start that MPI."""
+_RESTART = "restart after the loss of a rank or host"
+_RENDEZVOUS = "without MPI: run on each machine; sets RANK, WORLD_SIZE, … as torchrun does"
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command and its options."""
-    parser = subparsers.add_parser("launch", help="start a command in several processes", description=_DESCRIPTION)
-    parser.add_argument(
-        "--nproc-per-node",
-        type=positive,
-        metavar="N",
-        help="processes per host (default: the hostfile's slots, the tasks of Slurm's allocation, or 1)",
-    )
-    parser.add_argument("--nodes", type=positive, metavar="N", help="number of hosts (default: all given hosts)")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--hostfile", type=Path, metavar="FILE", help="hosts, one per line: a, 'a slots=4' or a:4")
-    where.add_argument("--hosts", type=name_list, metavar="LIST", help="hosts, separated by commas (default: this one)")
-    parser.add_argument("--oversubscribe", action="store_true", help="allow more processes than cores or slots")
-    parser.add_argument(
-        "--export", type=name_list, default=[], metavar="LIST", help="further variables to pass to other hosts"
-    )
-    parser.add_argument("--mpirun", metavar="PROGRAM", help="the launcher (default: beside this Python, else on PATH)")
-    parser.add_argument(
-        "--mpirun-options",
-        type=shlex.split,
-        default=[],
-        metavar="TEXT",
-        help="options passed to the launcher unchanged",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the command line without running it")
-    _add_restart_options(parser)
-    _add_rendezvous_options(parser)
-    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command to start")
+@dataclass(kw_only=True)
+class LaunchCommand(Command):
+    """Start a command in several processes.
 
+    Print the command line that starts a command in several processes, run it and wait for its end.
 
-def _add_restart_options(parser: Parser) -> None:
-    again = parser.add_argument_group("restart after the loss of a rank or host")
-    again.add_argument(
-        "--restarts",
-        type=natural,
-        default=0,
-        metavar="N",
-        help="restart up to N times; training resumes from the newest valid snapshot (0)",
-    )
-    again.add_argument(
-        "--min-nodes", type=positive, metavar="N", help="continue with at least N hosts (default: all hosts)"
-    )
+      caffepy launch --nproc-per-node 4 -- train --solver solver.prototxt
+      caffepy launch --nproc-per-node 8 --hostfile hosts -- train --solver solver.prototxt
+      caffepy launch --nproc-per-node 2 --hosts a,b --dry-run -- script.py --its-option
+      caffepy launch --nproc-per-node 8 --restarts 3 --hostfile hosts --min-nodes 2 -- train --solver solver.prototxt
+      caffepy launch --nnodes 2 --node-rank 1 --master-addr a --nproc-per-node 8 -- train --solver solver.prototxt
 
-
-def _add_rendezvous_options(parser: Parser) -> None:
-    without = parser.add_argument_group("without MPI: run on each machine; sets RANK, WORLD_SIZE, … as torchrun does")
-    without.add_argument("--nnodes", type=positive, metavar="N", help="number of machines")
-    without.add_argument("--node-rank", type=natural, metavar="N", help="index of this machine, from 0")
-    without.add_argument("--master-addr", metavar="HOST", help="the machine of rank 0 (default: this one)")
-    without.add_argument(
-        "--master-port", type=positive, metavar="N", help="rank 0's port (default: 29500, or a free one)"
-    )
-
-
-def run(args: argparse.Namespace) -> int:
-    """Print the launcher's command line, run it and wait for its end.
-
-    Raises:
-        ConfigError: the options conflict, the hostfile cannot be read, or the command is missing.
-        MissingExtraError: no launcher is installed.
+    The command is a caffepy command, a Python script or another program. Within a Slurm allocation srun starts it, or
+    the installed MPI's mpirun if srun cannot start that MPI.
     """
-    from caffepy.distributed.launch.run import LaunchedJob
 
-    start = make_start(args)
-    lines = [
-        shlex.join([*(f"{name}={value}" for name, value in more.items()), *line])
-        for line, more in start.commands(start.job)
-    ]
-    if args.dry_run:
-        print("\n".join(lines), flush=True)
-        return 0
-    for line in lines:
-        logger.info("%s", line)
-    start = replace(start, typed=shlex.join(["caffepy", *_before_program(args)]))
-    return LaunchedJob(start, args.restarts, args.min_nodes).run()
+    nproc_per_node: int | None = option(
+        "processes per host (default: the hostfile's slots, the tasks of Slurm's allocation, or 1)", positive
+    )
+    nodes: int | None = option("number of hosts (default: all given hosts)", positive)
+    hostfile: Path | None = option("hosts, one per line: a, 'a slots=4' or a:4", Path, excludes="hostfile")
+    hosts: list[str] | None = option("hosts, separated by commas (default: this one)", name_list, excludes="hostfile")
+    oversubscribe: bool = switch("allow more processes than cores or slots")
+    export: list[str] = option("further variables to pass to other hosts", name_list, default=[])
+    mpirun: str | None = option("the launcher (default: beside this Python, else on PATH)", metavar="PROGRAM")
+    mpirun_options: list[str] = option("options passed to the launcher unchanged", shlex.split, "TEXT", default=[])
+    dry_run: bool = switch("print the command line without running it")
+    restarts: int = option(
+        "restart up to N times; training resumes from the newest valid snapshot (0)", natural, default=0, group=_RESTART
+    )
+    min_nodes: int | None = option("continue with at least N hosts (default: all hosts)", positive, group=_RESTART)
+    nnodes: int | None = option("number of machines", positive, group=_RENDEZVOUS)
+    node_rank: int | None = option("index of this machine, from 0", natural, group=_RENDEZVOUS)
+    master_addr: str | None = option("the machine of rank 0 (default: this one)", metavar="HOST", group=_RENDEZVOUS)
+    master_port: int | None = option("rank 0's port (default: 29500, or a free one)", positive, group=_RENDEZVOUS)
+    program: list[str] = argument("the command to start", metavar="-- COMMAND", nargs="...")
+
+    def run(self) -> int:
+        """Print the launcher's command line, run it and wait for its end.
+
+        Raises:
+            ConfigError: the options conflict, the hostfile cannot be read, or the command is missing.
+            MissingExtraError: no launcher is installed.
+        """
+        from caffepy.distributed.launch.run import LaunchedJob
+
+        start = make_start(self)
+        lines = [
+            shlex.join([*(f"{name}={value}" for name, value in more.items()), *line])
+            for line, more in start.commands(start.job)
+        ]
+        if self.dry_run:
+            print("\n".join(lines), flush=True)
+            return 0
+        for line in lines:
+            logger.info("%s", line)
+        start = replace(start, typed=shlex.join(["caffepy", *_before_program(self)]))
+        return LaunchedJob(start, self.restarts, self.min_nodes).run()
 
 
-def _before_program(args: argparse.Namespace) -> list[str]:
+def _before_program(args: LaunchCommand) -> list[str]:
     """Return the launcher's part of the command line, including ``--``."""
     before = args.arguments[: len(args.arguments) - len(args.program)]
     return [*before, "--"] if before[-1] != "--" else before
 
 
-def make_start(args: argparse.Namespace) -> LaunchPlan:
+def make_start(args: LaunchCommand) -> LaunchPlan:
     """Return the `LaunchPlan` of the job.
 
     Raises:
@@ -153,7 +126,7 @@ def make_start(args: argparse.Namespace) -> LaunchPlan:
     return _within_slurm(args, job, allocation)
 
 
-def _with_mpirun(args: argparse.Namespace, job: Job) -> LaunchPlan:
+def _with_mpirun(args: LaunchCommand, job: Job) -> LaunchPlan:
     from caffepy.distributed.launch.launchers import Rendezvous, find_mpirun
 
     try:
@@ -165,16 +138,14 @@ def _with_mpirun(args: argparse.Namespace, job: Job) -> LaunchPlan:
         return _without_mpi(args, Rendezvous())
 
 
-def _mpirun_start(
-    args: argparse.Namespace, job: Job, mpirun: Mpirun, variables: dict[str, str] | None = None
-) -> LaunchPlan:
+def _mpirun_start(args: LaunchCommand, job: Job, mpirun: Mpirun, variables: dict[str, str] | None = None) -> LaunchPlan:
     from caffepy.distributed.launch.launchers import mpirun_line
 
     return _start(args, job, _RANK_VARIABLES[mpirun.kind], mpirun.path, lambda job: mpirun_line(mpirun, job), variables)
 
 
 def _start(
-    args: argparse.Namespace,
+    args: LaunchCommand,
     job: Job,
     variable: str,
     program: Path,
@@ -190,7 +161,7 @@ def _start(
     return LaunchPlan(job, lambda job: [(line(job), variables or {})], environment, variable, **_training(args))
 
 
-def _within_slurm(args: argparse.Namespace, job: Job, allocation: Allocation) -> LaunchPlan:
+def _within_slurm(args: LaunchCommand, job: Job, allocation: Allocation) -> LaunchPlan:
     from caffepy.distributed.launch.launchers import find_mpirun, host_names, srun_line
 
     # The current step holds the allocation's CPUs; without this, a nested step would wait forever.
@@ -209,7 +180,7 @@ def _within_slurm(args: argparse.Namespace, job: Job, allocation: Allocation) ->
     )
 
 
-def _is_for_torch(args: argparse.Namespace) -> bool:
+def _is_for_torch(args: LaunchCommand) -> bool:
     """Return whether a script asks for its local rank as under torch.distributed's launchers, and no option for MPI."""
     from caffepy.distributed.launch.launchers import local_rank_name
 
@@ -217,7 +188,7 @@ def _is_for_torch(args: argparse.Namespace) -> bool:
     return not given and not _batch_system() and local_rank_name(_program(args.program)) is not None
 
 
-def _without_mpi(args: argparse.Namespace, rendezvous: Rendezvous) -> LaunchPlan:
+def _without_mpi(args: LaunchCommand, rendezvous: Rendezvous) -> LaunchPlan:
     """Return the `LaunchPlan` of this machine's processes without a launcher."""
     import signal
 
@@ -245,7 +216,7 @@ def _without_mpi(args: argparse.Namespace, rendezvous: Rendezvous) -> LaunchPlan
     )
 
 
-def _rendezvous(args: argparse.Namespace) -> Rendezvous | None:
+def _rendezvous(args: LaunchCommand) -> Rendezvous | None:
     """Return the rendezvous of ranks without MPI; None: use MPI."""
     from caffepy.distributed.launch.launchers import Rendezvous
 
@@ -259,17 +230,19 @@ def _rendezvous(args: argparse.Namespace) -> Rendezvous | None:
     return Rendezvous(args.nnodes or 1, args.node_rank or 0, args.master_addr, args.master_port)
 
 
-def _training(args: argparse.Namespace) -> dict[str, Any]:
+def _training(args: LaunchCommand) -> dict[str, Any]:
     """Return the training fields of `LaunchPlan`; empty if the job is no caffepy training."""
-    from caffepy.cli.main import build_parser
+    from caffepy.cli.main import parse
+    from caffepy.cli.train import TrainCommand
 
     words = normalise(args.program[1:] if args.program[:1] == ["--"] else args.program)
     if words[:1] != ["train"]:
         return {}
     try:
-        train = build_parser(words).parse_strictly(words)
+        train = parse(words)
     except CaffepyError:  # the ranks report it
         return {"shares_signals": True}
+    assert isinstance(train, TrainCommand)
     return {
         "shares_signals": True,
         "interrupt_stops": train.sigint_effect == "stop",
@@ -278,7 +251,7 @@ def _training(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _passes(train: argparse.Namespace) -> int:
+def _passes(train: TrainCommand) -> int:
     """Return the solver's iter_size; 1 if the file cannot be read here."""
     from caffepy.formats.proto.schemas import register_proto
 
@@ -323,7 +296,7 @@ def _say(text: str) -> None:
     print(f"caffepy: {text}", file=sys.stderr, flush=True)
 
 
-def make_job(args: argparse.Namespace, allocation: Allocation | None) -> Job:
+def make_job(args: LaunchCommand, allocation: Allocation | None) -> Job:
     """Return the checked job.
 
     Raises:

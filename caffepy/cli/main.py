@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import inspect
 import io
 import logging
 import os
@@ -13,13 +14,23 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from caffepy import as_caffe, version
-from caffepy.cli.options import Commands, Parser, add_options, normalise
+from caffepy.cli.options import (
+    TRACEBACK,
+    Command,
+    Commands,
+    DialectOption,
+    Parser,
+    ReadsNets,
+    add_options,
+    import_plugin,
+    normalise,
+)
 from caffepy.cli.output import log_to_stderr, raise_once, rank_prefix
 from caffepy.distributed.processes.launcher import end_unless_left
 from caffepy.errors import (
@@ -37,7 +48,7 @@ from caffepy.errors import (
 )
 from caffepy.utils.files import open_closed_streams
 from caffepy.utils.glog import ENDS
-from caffepy.utils.options import ExtensionOptions
+from caffepy.utils.options import from_values
 from caffepy.utils.registry import suggest
 
 logger = logging.getLogger(__name__)
@@ -69,39 +80,20 @@ MODULES = {
     "completion": "set_up",
     "detect": "predict",
     "draw_net": "files",
-    "export": "export",
     "extract_features": "predict",
     "import": "export",
     "models": "new",
-    "new": "new",
     "parse_log": "logs",
     "plot_training_log": "logs",
     "quantize": "export",
     "shims": "set_up",
     "snapshot": "files",
-    "test": "test",
     "test_detection": "test",
     "time": "test",
     **dict.fromkeys(GROUPS["data sets"], "data"),
     **dict.fromkeys(GROUPS["old files"], "files"),
 }
-"""Modules with several commands. Their functions end with the command's name."""
-WITHOUT_NETS = frozenset(
-    (
-        "data",
-        "new",
-        "models",
-        "device_query",
-        "launch",
-        "bench",
-        "parse_log",
-        "plot_training_log",
-        "shims",
-        "completion",
-        *GROUPS["data sets"],
-    )
-)
-"""Commands that read no nets, and so have no `ExtensionOptions`. `launch` starts commands that have them."""
+"""The modules of commands whose module has another name."""
 WRITERS = frozenset({*MODULES, "data", "deploy", "plan"} - {"completion", "snapshot", "test", "test_detection", "time"})
 """Commands that write files and do not handle signals themselves."""
 
@@ -122,8 +114,6 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a full disk."""
 PROTO = "CAFFEPY_PROTO"
 """The environment variable that names a fork's schema."""
-TRACEBACK = "CAFFEPY_TRACEBACK"
-"""The environment variable that enables tracebacks."""
 NO_MEMORY = "out of memory: the process needs more than it can allocate; use a smaller batch_size or a smaller file"
 
 _EPILOGUE = """\
@@ -191,35 +181,47 @@ def _main(arguments: list[str], caffes: str) -> int:
 
 def _run(arguments: list[str], verbose: bool) -> int:
     try:
-        parser = build_parser(arguments)
-        args = parser.parse_strictly(arguments)
-        _extend(args)
+        command = parse(arguments)
+        if isinstance(command, ReadsNets):
+            _extend(command)
     except ConfigError as error:
         if _command_word(arguments) in (set(COMMANDS) - {"train"}):
             raise  # other commands run independently on each rank
         raise_once(error)
-    if args.command is None:
-        parser.print_help(sys.stderr)
+    if command is None:
+        build_parser().print_help(sys.stderr)
         return ConfigError.exit_status
-    args.verbose = verbose
-    args.arguments = arguments
-    signals = _ended_in_order() if args.command in WRITERS else nullcontext()
-    with _dialect(getattr(args, "dialect", None)), signals:
-        status: int = _function("run", args.command)(args)
+    command.verbose = verbose
+    signals = _ended_in_order() if _command_word(arguments) in WRITERS else nullcontext()
+    with _dialect(command.dialect if isinstance(command, DialectOption) else None), signals:
+        status = command.run()
     sys.stdout.flush()
     return status
 
 
-def _extend(args: argparse.Namespace) -> None:
+def parse(arguments: Sequence[str]) -> Command | None:
+    """Return the command of a command line in `normalise`'s spelling; None if it names none.
+
+    Raises:
+        ConfigError: the command is unknown.
+        OptionError: as of `Parser.parse_strictly`.
+    """
+    given = build_parser(arguments).parse_strictly(arguments)
+    if given.command is None:
+        return None
+    command = from_values(command_class(given.command), vars(given))
+    command.arguments = list(arguments)
+    return command
+
+
+def _extend(command: ReadsNets) -> None:
     """Register the fork's schema of --proto and import the modules of --plugin."""
-    if getattr(args, "proto", None) is not None:
+    if command.proto is not None:
         os.environ.pop(PROTO, None)  # the option overrides the variable, which is read by the import
         from caffepy.formats.proto.schemas import register_proto
 
-        register_proto(args.proto)
-    for plugin in getattr(args, "plugin", ()):
-        from caffepy.cli.options import import_plugin
-
+        register_proto(command.proto)
+    for plugin in command.plugins:
         import_plugin(plugin)
 
 
@@ -270,25 +272,24 @@ def build_parser(arguments: Sequence[str] = ()) -> Parser:
     )
     assert isinstance(subparsers, Commands)
     for name in _commands(arguments):
-        _function("add_parser", name)(subparsers)
-    parser.epilog = f"{subparsers.listing(GROUPS)}\n\n{_EPILOGUE}"
-    for name, command in subparsers.choices.items():
-        if name not in WITHOUT_NETS:
-            add_options(command, ExtensionOptions)
-    for command in (parser, *subparsers.choices.values()):
+        cls = command_class(name)
+        summary, _, description = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")
+        summary = summary[:1].lower() + summary[1:].removesuffix(".")
+        command = subparsers.add_parser(name, help=summary, description=description)
         command.set_defaults(parser=command)
-        command.add_argument("--verbose", action="store_true", help="log debug lines, on every rank; print tracebacks")
-        command.add_argument(
-            "--traceback", action="store_true", help=f"print an error's traceback too; so does {TRACEBACK}=1"
-        )
+        add_options(command, cls)
+    parser.epilog = f"{subparsers.listing(GROUPS)}\n\n{_EPILOGUE}"
+    add_options(parser, Command)
+    parser.set_defaults(parser=parser)
     return parser
 
 
-def _function(name: str, command: str) -> Callable[..., Any]:
-    """Return a command's `add_parser` or `run`."""
+def command_class(command: str) -> type[Command]:
+    """Return the class of a command: ``draw_net`` is `DrawNetCommand`."""
     module = importlib.import_module(f"caffepy.cli.{MODULES.get(command, command.replace('-', '_'))}")
-    function: Callable[..., Any] = getattr(module, f"{name}_{command}" if command in MODULES else name)
-    return function
+    name = "".join(word.capitalize() for word in re.split("[-_]", command))
+    found: type[Command] = getattr(module, f"{name}Command")
+    return found
 
 
 def _command_word(arguments: Sequence[str]) -> str | None:

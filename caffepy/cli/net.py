@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from caffepy.cli.nets import record_shapes
-from caffepy.cli.options import Parser, add_dialect_option, add_state_options
+from caffepy.cli.options import ReadsNets, StateOptions
 from caffepy.cli.output import print_table
 from caffepy.errors import ConfigError, printable
-from caffepy.utils.options import gpu_number, positive, positive_number, record_shape
+from caffepy.utils.options import gpu_number, option, positive, positive_number, record_shape, switch
 
 if TYPE_CHECKING:
     from caffepy.formats.proto import caffe_pb2
@@ -21,11 +20,6 @@ if TYPE_CHECKING:
     from caffepy.net.graph import Node
     from caffepy.net.memory_plan import MemoryPlan
 
-_DESCRIPTION = """\
-Print a net's layers, or predict its GPU memory.
-
-  caffepy net --model models/resnet50/train_val.prototxt --fused
-  caffepy net --solver models/resnet50/solver.prototxt --memory --batch 256 --limit 24"""
 
 LARGEST_BLOBS = 12
 """Rows in the table of blobs."""
@@ -38,29 +32,53 @@ _REMARKS = {
 MEBIBYTE, GIBIBYTE = 2**20, 2**30
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command and its options."""
-    parser = subparsers.add_parser("net", help="show a model's layers and memory", description=_DESCRIPTION)
-    parser.add_argument("--model", type=Path, metavar="FILE", help="the net's prototxt (this or --solver is needed)")
-    parser.add_argument("--solver", type=Path, metavar="FILE", help="the solver's prototxt, whose net is shown")
-    parser.add_argument("--phase", type=str.upper, choices=("TRAIN", "TEST"), default="TRAIN", help="TRAIN or TEST")
-    parser.add_argument("--batch", type=positive, metavar="N", help="batch_size instead of the prototxt's")
-    parser.add_argument(
-        "--shape", type=record_shape, metavar="C,H,W", help="shape of one record, if the data are missing"
+@dataclass(kw_only=True)
+class NetCommand(StateOptions, ReadsNets):
+    """Show a model's layers and memory.
+
+    Print a net's layers, or predict its GPU memory.
+
+      caffepy net --model models/resnet50/train_val.prototxt --fused
+      caffepy net --solver models/resnet50/solver.prototxt --memory --batch 256 --limit 24
+    """
+
+    model: Path | None = option("the net's prototxt (this or --solver is needed)", Path)
+    solver: Path | None = option("the solver's prototxt, whose net is shown", Path)
+    phase: str = option("TRAIN or TEST", str.upper, default="TRAIN", choices=("TRAIN", "TEST"))
+    batch: int | None = option("batch_size instead of the prototxt's", positive)
+    shape: tuple[int, ...] | None = option("shape of one record, if the data are missing", record_shape)
+    fused: bool = switch("show the fused layers that a GPU runs")
+    memory: bool = switch("predict the memory needed on a GPU")
+    no_fuse: bool = switch("with --memory: predict for runs with --no-fuse")
+    no_share: bool = switch("with --memory: predict for runs with --no-share")
+    gpu: int | None = option("with --memory: the largest batch that fits on this GPU", gpu_number, excludes="gpu")
+    limit: float | None = option(
+        "with --memory: the largest batch that fits into GIB", positive_number, "GIB", excludes="gpu"
     )
-    parser.add_argument("--fused", action="store_true", help="show the fused layers that a GPU runs")
-    parser.add_argument("--memory", action="store_true", help="predict the memory needed on a GPU")
-    parser.add_argument("--no-fuse", action="store_true", help="with --memory: predict for runs with --no-fuse")
-    parser.add_argument("--no-share", action="store_true", help="with --memory: predict for runs with --no-share")
-    limit = parser.add_mutually_exclusive_group()
-    limit.add_argument(
-        "--gpu", type=gpu_number, metavar="N", help="with --memory: the largest batch that fits on this GPU"
-    )
-    limit.add_argument(
-        "--limit", type=positive_number, metavar="GIB", help="with --memory: the largest batch that fits into GIB"
-    )
-    add_state_options(parser)
-    add_dialect_option(parser)
+
+    def run(self) -> int:
+        """Print the tables to stdout.
+
+        Raises:
+            ConfigError: not exactly one of --model and --solver, or the net has no layers in the phase.
+            CaffepyError: the files cannot be used.
+        """
+        path = self.model or self.solver
+        if path is None or (self.model and self.solver):
+            raise ConfigError("net needs either --model train_val.prototxt or --solver solver.prototxt")
+        from caffepy.cli.nets import refuse_net_without_layers
+
+        described = _read(self, path)
+        refuse_net_without_layers(path, described.param, described.state)
+        shapes = record_shapes(
+            described.param, described.context, described.state, self.shape, lambda text: print(f"{text}\n")
+        )
+        described.context = replace(described.context, sample_shapes=shapes)
+        if self.memory:
+            _print_memory(described, self)
+        else:
+            _print_layers(described, self.fused)
+        return 0
 
 
 @dataclass
@@ -80,40 +98,16 @@ class DescribedNet:
     histories: int = 1
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print the tables to stdout.
-
-    Raises:
-        ConfigError: not exactly one of --model and --solver, or the net has no layers in the phase.
-        CaffepyError: the files cannot be used.
-    """
-    if (args.model is None) == (args.solver is None):
-        raise ConfigError("net needs either --model train_val.prototxt or --solver solver.prototxt")
-    from caffepy.cli.nets import refuse_net_without_layers
-
-    described = _read(args)
-    refuse_net_without_layers(args.model or args.solver, described.param, described.state)
-    shapes = record_shapes(
-        described.param, described.context, described.state, args.shape, lambda text: print(f"{text}\n")
-    )
-    described.context = replace(described.context, sample_shapes=shapes)
-    if args.memory:
-        _print_memory(described, args)
-    else:
-        _print_layers(described, args.fused)
-    return 0
-
-
 # -- reading the net --------------------------------------------------------------------------------------
 
 
-def _read(args: argparse.Namespace) -> DescribedNet:
+def _read(args: NetCommand, path: Path) -> DescribedNet:
     from caffepy.formats.proto import caffe_pb2
     from caffepy.net.memory_plan import with_batch
 
     own = caffe_pb2.NetState(level=args.level, stage=args.stage)
     phase = caffe_pb2.Phase.Value(args.phase)
-    described = _read_model(args.model, phase, own) if args.model else _read_solver(args.solver, phase, own)
+    described = (_read_model if args.model else _read_solver)(path, phase, own)
     if args.batch is not None:
         described.param = with_batch(described.param, args.batch)
     return described
@@ -194,7 +188,7 @@ def _short(name: str) -> str:
 # -- memory -----------------------------------------------------------------------------------------------
 
 
-def _print_memory(described: DescribedNet, args: argparse.Namespace) -> None:
+def _print_memory(described: DescribedNet, args: NetCommand) -> None:
     from caffepy.formats.load import filter_net
     from caffepy.net.memory_plan import plan_memory, written_batch
 
@@ -241,7 +235,7 @@ def _short_step(step: str) -> str:
     return f"{way} {short}"
 
 
-def _available(args: argparse.Namespace) -> int:
+def _available(args: NetCommand) -> int:
     """Return the bytes available by --gpu or --limit; 0 if neither is given."""
     if args.limit is not None:
         return int(args.limit * GIBIBYTE)
@@ -252,7 +246,7 @@ def _available(args: argparse.Namespace) -> int:
     return free_memory(args.gpu)
 
 
-def _print_largest_batch(described: DescribedNet, args: argparse.Namespace, histories: int, available: int) -> None:
+def _print_largest_batch(described: DescribedNet, args: NetCommand, histories: int, available: int) -> None:
     from caffepy.net.memory_plan import largest_batch
 
     batch = largest_batch(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from caffepy.training.devices import check_gpus
 from caffepy.utils.installation import MissingExtraError
 
 if TYPE_CHECKING:
+    from caffepy.cli.options import GpuOptions, NetDeviceOptions, StateOptions
     from caffepy.formats.caffemodel import TrainedLayers
     from caffepy.formats.proto import caffe_pb2
     from caffepy.formats.proto.caffe_pb2 import NetParameter, NetState, SolverParameter
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def shares_gpus(args: argparse.Namespace, gpu_mode: bool) -> bool:
+def shares_gpus(args: GpuOptions, gpu_mode: bool) -> bool:
     """Return whether the ranks of a host divide all visible GPUs, because none are named.
 
     Args:
-        args: the command line: `gpus` and `cpu`.
+        args: the options of the command line.
         gpu_mode: whether the solver's `solver_mode` is GPU.
     """
     launcher = find_launcher()
     return launcher is not None and launcher.size != 1 and gpu_mode and args.gpus is None and not args.cpu
 
 
-def train_devices(args: argparse.Namespace, gpu_mode: bool, solver: SolverParameter, origin: str) -> list[int] | None:
+def train_devices(args: GpuOptions, gpu_mode: bool, solver: SolverParameter, origin: str) -> list[int] | None:
     """Return the GPUs for training, which the ranks of a host divide, or None for the CPU.
 
     Args:
-        args: the command line: `gpus` and `cpu`.
+        args: the options of the command line.
         gpu_mode: whether the solver's `solver_mode` is GPU; used if the command line names no device.
         solver: whose `device_id` or list of them counts if the command line names no device.
         origin: the solver's file, for messages.
@@ -62,7 +62,7 @@ def train_devices(args: argparse.Namespace, gpu_mode: bool, solver: SolverParame
         ) from error
 
 
-def single_device(args: argparse.Namespace) -> int | None:
+def single_device(args: GpuOptions) -> int | None:
     """Return the device of `test` and `time`: the first GPU named, else None for the CPU, as in Caffe.
 
     Raises:
@@ -80,9 +80,9 @@ def single_device(args: argparse.Namespace) -> int | None:
 
 @contextmanager
 def net_setup(
-    args: argparse.Namespace, phase: int, iterations: int
+    path: Path, args: NetDeviceOptions, phase: int, iterations: int
 ) -> Iterator[tuple[NetParameter, LayerContext, NetState]]:
-    """Yield the parts of the net of --model, --level and --stage, on the device of --gpu; close the device afterwards.
+    """Yield the parts of a net for --level and --stage, on the device of --gpu; close the device afterwards.
 
     Raises:
         ConfigError: the net has no layers in this phase.
@@ -91,19 +91,19 @@ def net_setup(
     from caffepy.formats.paths import PathResolver
     from caffepy.layers import LayerContext
 
-    param, state = net_and_state(args, phase)
-    refuse_net_without_layers(args.model, param, state)
+    param, state = net_and_state(path, args, phase)
+    refuse_net_without_layers(path, param, state)
     backend = create_backend(single_device(args), args.threads, args.math)
     try:
         with backend.activate():
-            context = LayerContext(backend, phase=phase, test_iter=iterations, resolve=PathResolver(args.model))
+            context = LayerContext(backend, phase=phase, test_iter=iterations, resolve=PathResolver(path))
             yield param, context, state
     finally:
         backend.close()
 
 
 @contextmanager
-def open_net(args: argparse.Namespace, phase: int, iterations: int, weights: list[Path]) -> Iterator[Net]:
+def open_net(path: Path, args: NetDeviceOptions, phase: int, iterations: int, weights: list[Path]) -> Iterator[Net]:
     """Yield the unfused net of `net_setup` with the weights of .caffemodel files; close it afterwards.
 
     Raises:
@@ -112,7 +112,7 @@ def open_net(args: argparse.Namespace, phase: int, iterations: int, weights: lis
     """
     from caffepy.net import Net
 
-    with net_setup(args, phase, iterations) as (param, context, state):
+    with net_setup(path, args, phase, iterations) as (param, context, state):
         net = Net(param, context, state)
         try:
             for layers, origin in read_weights(weights):
@@ -122,12 +122,12 @@ def open_net(args: argparse.Namespace, phase: int, iterations: int, weights: lis
             net.close()
 
 
-def net_and_state(args: argparse.Namespace, phase: int) -> tuple[NetParameter, NetState]:
-    """Return the net of --model as read, and the NetState of --level and --stage."""
+def net_and_state(path: Path, args: StateOptions, phase: int) -> tuple[NetParameter, NetState]:
+    """Return a net as read, and the NetState of --level and --stage."""
     from caffepy.formats.load import net_state, read_net
     from caffepy.formats.proto.caffe_pb2 import NetState
 
-    param = read_net(args.model)
+    param = read_net(path)
     return param, net_state(phase, param.state, NetState(level=args.level, stage=args.stage))
 
 

@@ -1,4 +1,4 @@
-"""Command-line options in Caffe's spellings, errors in one line, and `--plugin`: modules that register layer types.
+"""Commands, whose options are fields: in Caffe's spellings, with errors in one line; and the options of many commands.
 
 Caffe's own programs use gflags: `-solver x`, `-solver=x`, `--solver x` and `--solver=x` are equivalent, and so are
 `--sigint_effect` and `--sigint-effect`. `normalise` converts all of them to argparse's form.
@@ -12,13 +12,26 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from caffepy.errors import CaffepyError, ConfigError, OptionError
-from caffepy.training.options import TrainOptions
-from caffepy.utils.options import ExecutionOptions, Option, gpu_list, options_of
+from caffepy.training.options import TrainSettings
+from caffepy.utils.options import (
+    NEEDED,
+    Option,
+    file_name,
+    gpus_option,
+    option,
+    option_values,
+    options_of,
+    plugin_name,
+    same_option,
+    switch,
+)
 from caffepy.utils.registry import suggest
 
 _TRUE = ("true", "t", "yes", "y", "1")
@@ -149,89 +162,38 @@ class Commands(_Subparsers):
         return "\n\n".join(parts)
 
 
-def add_options(parser: argparse._ActionsContainer, declared: Any, names: Collection[str] = ()) -> None:
-    """Add the options that a dataclass declares, by group.
-
-    Args:
-        parser: a parser or one of its groups.
-        declared: the dataclass.
-        names: add only these, without groups; empty: add all with a flag.
-    """
+def add_options(parser: Parser, declared: Any) -> None:
+    """Add the options that a dataclass declares, by group."""
     groups: dict[str, argparse._ActionsContainer] = {"": parser}
+    exclusive: dict[str, argparse._ActionsContainer] = {}
     for one in options_of(declared):
-        if not one.flags or (names and one.name not in names):
-            continue
-        title = "" if names else one.group
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
-        if one.name == "devices":
-            _add_devices(groups[title], one.described)
-        else:
-            _add_option(groups[title], one)
+        if one.group not in groups:
+            groups[one.group] = parser.add_argument_group(one.group)
+        container = groups[one.group]
+        if one.excludes:
+            if one.excludes not in exclusive:
+                exclusive[one.excludes] = container.add_mutually_exclusive_group()
+            container = exclusive[one.excludes]
+        _add_option(container, one)
 
 
 def _add_option(parser: argparse._ActionsContainer, one: Option) -> None:
-    settings: dict[str, Any] = {"default": one.default, "help": one.described.replace("%", "%%")}
-    if one.choices is not None:
-        settings["choices"] = one.choices
-    elif one.parse is not None:
-        settings |= {"type": one.parse, "metavar": one.metavar}
-        if one.repeatable:
-            settings["action"] = "append"
+    settings: dict[str, Any] = {"help": one.described.replace("%", "%%")}
+    if one.default is not NEEDED:
+        settings["default"] = one.default
+    if one.gflags:
+        _add_switch(parser, one, settings)
+    elif isinstance(one.default, bool):
+        action = argparse.BooleanOptionalAction if one.default else "store_true"
+        parser.add_argument(*one.flags, dest=one.name, action=action, **settings)
     else:
-        settings["action"] = argparse.BooleanOptionalAction if one.default else "store_true"
-    parser.add_argument(*one.flags, **settings)
-
-
-def given_values(args: argparse.Namespace, declared: Any) -> dict[str, Any]:
-    """Return the given values of a dataclass's options by field name."""
-    return {one.name: getattr(args, one.destination) for one in options_of(declared) if one.destination in args}
-
-
-def add_device_options(parser: argparse._ActionsContainer, default: str) -> None:
-    """Add --gpu, --cpu, --threads and --math; `default` is the help on the default device."""
-    _add_devices(parser, f"GPUs to use: 0 or 0,1,2,3 or 'all' ({default})")
-    add_options(parser, TrainOptions, ("threads", "math"))
-
-
-def _add_devices(parser: argparse._ActionsContainer, help: str) -> None:
-    """Add --gpu and --cpu, which exclude each other."""
-    device = parser.add_mutually_exclusive_group()
-    device.add_argument("--gpu", "--gpus", dest="gpus", type=gpu_list, metavar="LIST", help=help)
-    device.add_argument("--cpu", action="store_true", help="use the CPU")
-
-
-def add_engine_options(parser: argparse._ActionsContainer) -> None:
-    """Add --eager, --no-fuse and --no-share."""
-    add_options(parser, ExecutionOptions, ("eager", "fuse", "share"))
-
-
-def add_engine_option(parser: Parser) -> None:
-    """Add --engine."""
-    parser.add_argument(
-        "--engine",
-        choices=("own", "onnxruntime"),
-        default="own",
-        help="inference engine on the CPU; onnxruntime needs the extra onnx (own)",
-    )
-
-
-def add_dialect_option(parser: argparse._ActionsContainer) -> None:
-    """Add --dialect, which `caffepy.cli.main` applies."""
-    parser.add_argument(
-        "--dialect",
-        choices=("bvlc", "nvidia"),
-        help="numerical behaviour where BVLC's and NVIDIA's Caffe differ (default: NVIDIA's if the net or its solver "
-        "has a field that only NVIDIA Caffe knows, else BVLC's)",
-    )
-
-
-def add_state_options(parser: argparse._ActionsContainer) -> None:
-    """Add --level and --stage, for include and exclude rules."""
-    add_options(parser, TrainOptions, ("level", "stage"))
-
-
-# -- arguments of Caffe's tools --------------------------------------------------------------------------
+        settings |= {"type": one.parse, "choices": one.choices, "metavar": one.metavar}
+        if one.positional:
+            nargs = one.nargs or (None if one.default is NEEDED else "?")
+            parser.add_argument(one.name, nargs=nargs, **settings)
+        else:
+            action = "append" if one.repeatable else "store"
+            parser.add_argument(*one.flags, dest=one.name, action=action, required=one.default is NEEDED, **settings)
 
 
 class Switch(argparse.Action):
@@ -249,31 +211,127 @@ class Switch(argparse.Action):
         setattr(namespace, self.dest, not name.startswith("--no") if not value else value.lower() in _TRUE)
 
 
-def add_switch(
-    parser: argparse._ActionsContainer, name: str, help_text: str, default: bool = False, older: str = ""
-) -> None:
-    """Add a flag: ``--name``, ``--name=true`` (and gflags' other values) or ``--noname``; also under an older name."""
+def _add_switch(parser: argparse._ActionsContainer, one: Option, settings: dict[str, Any]) -> None:
+    """Add a flag: ``--name``, ``--name=true`` (and gflags' other values) or ``--noname``."""
     words = [word for lower in (*_TRUE, *_FALSE) for word in dict.fromkeys((lower, lower.capitalize(), lower.upper()))]
     spellings = [
-        spelling
-        for one in filter(None, (name, older))
-        for spelling in (f"--{one}", f"--no{one}", *(f"--{one}={word}" for word in words))
+        spelling for flag in one.flags for spelling in (flag, f"--no{flag[2:]}", *(f"{flag}={word}" for word in words))
     ]
-    action = parser.add_argument(*spellings, action=Switch, nargs=0, default=default, help=help_text)
-    action.option_strings = [f"--{name}"]  # for the help; the parser knows all
+    action = parser.add_argument(*spellings, dest=one.name, action=Switch, nargs=0, **settings)
+    action.option_strings = [one.flags[0]]  # for the help; the parser knows all
 
 
-def add_overwrite_flag(
-    parser: argparse._ActionsContainer, help_text: str = "replace an existing output, also an input of the command"
-) -> None:
-    """Add --overwrite, of all commands that write and do not replace files as a tool of Caffe does."""
-    add_switch(parser, "overwrite", help_text, older="force")
+# -- commands, and options of several ------------------------------------------------------------------
+
+TRACEBACK = "CAFFEPY_TRACEBACK"
+"""The environment variable that enables tracebacks."""
 
 
-def add_positionals(parser: argparse._ActionsContainer, names: Sequence[tuple[str, type, str]]) -> None:
-    """Add positional arguments, given as name, type and help."""
-    for name, kind, help_text in names:
-        parser.add_argument(name.lower(), type=kind, metavar=name, help=help_text)
+@dataclass(kw_only=True)
+class Command(ABC):
+    """A command, whose fields are its options.
+
+    The first line of a command's docstring is its description in `caffepy --help`, the rest begins its own help.
+
+    Args:
+        arguments: the command line, in `normalise`'s spelling.
+    """
+
+    verbose: bool = switch("log debug lines, on every rank; print tracebacks")
+    traceback: bool = switch(f"print an error's traceback too; so does {TRACEBACK}=1")
+    arguments: list[str] = field(default_factory=list)
+
+    @abstractmethod
+    def run(self) -> int:
+        """Run the command and return the exit status."""
+
+    def given_values(self, declared: Any) -> dict[str, Any]:
+        """Return the values of the options that another dataclass declares too, by name."""
+        names = {one.name for one in options_of(declared)}
+        return {one.name: value for one, value in option_values(self) if one.name in names}
+
+
+_FORKS = "nets of Caffe forks"
+
+
+@dataclass(kw_only=True)
+class ReadsNets(Command):
+    """A command that reads nets. Its options add to caffepy's schema and layer types before that."""
+
+    proto: Path | None = option(
+        "a fork's caffe.proto: its fields and numbers are used too; also by CAFFEPY_PROTO", file_name, group=_FORKS
+    )
+    plugins: list[str] = option(
+        "a Python file or module that registers layer types; may be given several times",
+        plugin_name,
+        "MODULE",
+        default=[],
+        flags=("--plugin",),
+        group=_FORKS,
+        repeatable=True,
+    )
+
+
+def overwrite_option(help: str = "replace an existing output, also an input of the command", **further: Any) -> Any:
+    """A field that is --overwrite, of all commands that write and do not replace files as a tool of Caffe does."""
+    return switch(help, flags=("--overwrite", "--force"), gflags=True, **further)
+
+
+def engine_option() -> Any:
+    """A field that is --engine."""
+    return option(
+        "inference engine on the CPU; onnxruntime needs the extra onnx", default="own", choices=("own", "onnxruntime")
+    )
+
+
+def devices_option(default: str, **further: Any) -> Any:
+    """A field that is --gpu; `default` is the help on the default device."""
+    return gpus_option(f"GPUs to use: 0 or 0,1,2,3 or 'all' ({default})", **further)
+
+
+@dataclass(kw_only=True)
+class DialectOption:
+    """Whose behaviour a net gets; `caffepy.cli.main` applies it."""
+
+    dialect: str | None = option(
+        "numerical behaviour where BVLC's and NVIDIA's Caffe differ (default: NVIDIA's if the net or its solver has a "
+        "field that only NVIDIA Caffe knows, else BVLC's)",
+        choices=("bvlc", "nvidia"),
+    )
+
+
+@dataclass(kw_only=True)
+class StateOptions(DialectOption):
+    """Which layers a net has: for include and exclude rules."""
+
+    level: int | None = same_option(TrainSettings, "level")
+    stage: list[str] = same_option(TrainSettings, "stage")
+
+
+@dataclass(kw_only=True)
+class GpuOptions:
+    """The device: GPUs or the CPU."""
+
+    gpus: list[int] | str | None = devices_option("default: the CPU")
+    cpu: bool = switch("use the CPU", excludes="device")
+
+
+@dataclass(kw_only=True)
+class ThreadOptions:
+    """How a device computes."""
+
+    threads: int | None = same_option(TrainSettings, "threads")
+    math: str = same_option(TrainSettings, "math")
+
+
+@dataclass(kw_only=True)
+class DeviceOptions(GpuOptions, ThreadOptions):
+    """The device, and how it computes."""
+
+
+@dataclass(kw_only=True)
+class NetDeviceOptions(DeviceOptions, StateOptions):
+    """The device that a net is run on, and the net's layers."""
 
 
 def import_plugin(name: str) -> None:

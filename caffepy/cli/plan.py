@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from caffepy.cli.options import Parser, add_device_options, add_overwrite_flag
+from caffepy.cli.options import DeviceOptions, ReadsNets, devices_option, overwrite_option
 from caffepy.errors import ConfigError, DataError, printable
-from caffepy.utils.options import positive, positive_number, record_shape
+from caffepy.utils.options import option, positive, positive_number, record_shape, same_option, switch
 
 if TYPE_CHECKING:
     from caffepy.scaling.model import Cluster, Link
@@ -20,107 +20,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_DESCRIPTION = """\
-Predict step time, exposed communication and efficiency of data-parallel training at a fixed batch per device.
-The net is timed here, all-reduces follow an alpha-beta model, and their overlap with the backward pass is simulated.
 
-  caffepy plan --solver solver.prototxt --nodes 1,8,64,512 --gpus-per-node 8 --network 400Gb --links nvlink
-  caffepy plan --solver solver.prototxt --gpu 0 --save-profile h200.json
-  caffepy plan --profile h200.json --nodes 1,2,4 --gpus-per-node 8 --network 8x400Gb --plot scaling.png
-  caffepy plan --solver solver.prototxt --cpu --threads 1 --gpus-per-node 2 --calibrate allreduce.txt"""
-
+_SOURCE = "source of the times"
+_CLUSTER = "the cluster"
+_EXCHANGE = "the exchange of gradients"
+_OUTPUT = "output"
 ITERATIONS = 20
 """Default number of measured iterations."""
 ALGORITHMS = ("auto", "ring", "tree", "hierarchical", "recursive-doubling", "recursive-halving")
 WIRE_BYTES = {"none": 4, "fp16": 2, "bf16": 2}
 """Bytes per transferred gradient element, by `caffepy train --compression`."""
-
-
-def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command and its options."""
-    parser = subparsers.add_parser("plan", help="predict training on more devices", description=_DESCRIPTION)
-    parser.add_argument("--solver", type=Path, metavar="FILE", help="the solver's prototxt (or else --profile)")
-    _add_source(parser.add_argument_group("source of the times"))
-    _add_cluster(parser.add_argument_group("the cluster"))
-    _add_exchange(parser.add_argument_group("the exchange of gradients"))
-    output = parser.add_argument_group("output")
-    output.add_argument("--save-profile", type=Path, metavar="FILE", help="write the times as JSON for --profile")
-    output.add_argument("--csv", type=Path, metavar="FILE", help="write the table as CSV too")
-    output.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it too (needs matplotlib)")
-    add_overwrite_flag(output)
-
-
-def _add_source(group: argparse._ArgumentGroup) -> None:
-    source = group.add_mutually_exclusive_group()
-    source.add_argument(
-        "--measure",
-        type=positive,
-        metavar="N",
-        help=f"time N training iterations here (default, with N = {ITERATIONS})",
-    )
-    source.add_argument(
-        "--profile", type=Path, metavar="FILE", help="a file of --save-profile, from this or another machine"
-    )
-    source.add_argument(
-        "--backward-ms", type=positive_number, metavar="MS", help="a known backward pass, divided among the layers"
-    )
-    group.add_argument(
-        "--forward-ms", type=positive_number, metavar="MS", help="with --backward-ms: the forward pass (half of it)"
-    )
-    group.add_argument("--batch", type=positive, metavar="N", help="batch_size per device instead of the net's")
-    group.add_argument(
-        "--shape", type=record_shape, metavar="C,H,W", help="train on synthetic records of this shape; needs no data"
-    )
-    add_device_options(group, "default: the solver's solver_mode")
-
-
-def _add_cluster(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--nodes", type=_numbers, default=[1], metavar="LIST", help="numbers of nodes, separated by commas (1)"
-    )
-    group.add_argument(
-        "--gpus-per-node",
-        "--ranks-per-node",
-        dest="devices",
-        type=positive,
-        default=1,
-        metavar="G",
-        help="devices per node: GPUs, or CPU solvers (1)",
-    )
-    group.add_argument(
-        "--network", type=_parsed_by("parse_bandwidth"), metavar="B", help="bandwidth per node: 400Gb, 50GB, 8x400Gb"
-    )
-    group.add_argument("--latency", type=_parsed_by("parse_latency"), metavar="T", help="latency of the network (10us)")
-    group.add_argument(
-        "--links", type=_parsed_by("parse_link"), metavar="L", help="links inside a node: nvlink, pcie, shm, or GB/s"
-    )
-    group.add_argument("--link-latency", type=_parsed_by("parse_latency"), metavar="T", help="latency inside a node")
-    group.add_argument("--calibrate", type=Path, metavar="FILE", help="output of 'caffepy bench allreduce' in one node")
-    group.add_argument(
-        "--calibrate-network", type=Path, metavar="FILE", help="the same for several nodes with one device each"
-    )
-
-
-def _add_exchange(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--no-overlap", action="store_true", help="one all-reduce, after the backward pass")
-    group.add_argument(
-        "--bucket-mb", type=positive_number, metavar="MB", help="bucket size in MiB instead of reduce_buckets"
-    )
-    group.add_argument(
-        "--compression", choices=tuple(WIRE_BYTES), default="none", help="compression of gradients, as in train (none)"
-    )
-    group.add_argument(
-        "--algorithm", choices=ALGORITHMS, default="auto", help="all-reduce algorithm (auto: the fastest)"
-    )
-    group.add_argument(
-        "--contention",
-        type=_fraction,
-        metavar="F",
-        help="share of a device that communication takes from computation (0 on GPUs, 1 on the CPU)",
-    )
-
-
-# -- values -----------------------------------------------------------------------------------------------
 
 
 def _parsed_by(name: str) -> Callable[[str], object]:
@@ -151,42 +60,117 @@ def _numbers(text: str) -> list[int]:
     return [positive(part.strip()) for part in text.split(",")]
 
 
-# -- the command ------------------------------------------------------------------------------------------
+@dataclass(kw_only=True)
+class PlanCommand(DeviceOptions, ReadsNets):
+    """Predict training on more devices.
 
+    Predict step time, exposed communication and efficiency of data-parallel training at a fixed batch per device. The
+    net is timed here, all-reduces follow an alpha-beta model, and their overlap with the backward pass is simulated.
 
-def run(args: argparse.Namespace) -> int:
-    """Print the table to stdout.
-
-    Raises:
-        ConfigError: the options conflict, or a file to write exists.
-        MissingExtraError: --plot without matplotlib.
-        CaffepyError: files, data or device cannot be used.
+      caffepy plan --solver solver.prototxt --nodes 1,8,64,512 --gpus-per-node 8 --network 400Gb --links nvlink
+      caffepy plan --solver solver.prototxt --gpu 0 --save-profile h200.json
+      caffepy plan --profile h200.json --nodes 1,2,4 --gpus-per-node 8 --network 8x400Gb --plot scaling.png
+      caffepy plan --solver solver.prototxt --cpu --threads 1 --gpus-per-node 2 --calibrate allreduce.txt
     """
-    _check_options(args)
-    from caffepy.scaling.predict import describe, format_table, load_figure, sweep, write_csv, write_plot
-    from caffepy.scaling.profile import write_profile
-    from caffepy.utils.files import check_output
 
-    if args.plot:
-        load_figure()  # fail before minutes of measurement
-    read = [path for path in (args.solver, args.profile, args.calibrate, args.calibrate_network) if path is not None]
-    for path in filter(None, (args.save_profile, args.csv, args.plot)):
-        check_output(path, args.overwrite, read)
-    profile = _profile(args).fitted()
-    if args.save_profile:
-        write_profile(args.save_profile, profile)
-    cluster, exchange = _cluster(args, profile.on_cpu), _exchange(args, profile.on_cpu)
-    predictions = sweep(profile, args.nodes, cluster, exchange)
-    for line in (*describe(profile, cluster, exchange), "", *format_table(predictions)):
-        print(printable(line))
-    if args.csv:
-        write_csv(args.csv, predictions)
-    if args.plot:
-        write_plot(args.plot, predictions, next(describe(profile, cluster, exchange)))
-    return 0
+    solver: Path | None = option("the solver's prototxt (or else --profile)", Path)
+    measure: int | None = option(
+        f"time N training iterations here (default, with N = {ITERATIONS})", positive, group=_SOURCE, excludes="measure"
+    )
+    profile: Path | None = option(
+        "a file of --save-profile, from this or another machine", Path, group=_SOURCE, excludes="measure"
+    )
+    backward_ms: float | None = option(
+        "a known backward pass, divided among the layers", positive_number, "MS", group=_SOURCE, excludes="measure"
+    )
+    forward_ms: float | None = option(
+        "with --backward-ms: the forward pass (half of it)", positive_number, "MS", group=_SOURCE
+    )
+    batch: int | None = option("batch_size per device instead of the net's", positive, group=_SOURCE)
+    shape: tuple[int, ...] | None = option(
+        "train on synthetic records of this shape; needs no data", record_shape, group=_SOURCE
+    )
+    gpus: list[int] | str | None = devices_option("default: the solver's solver_mode", group=_SOURCE)
+    cpu: bool = same_option(DeviceOptions, "cpu", group=_SOURCE)
+    threads: int | None = same_option(DeviceOptions, "threads", group=_SOURCE)
+    math: str = same_option(DeviceOptions, "math", group=_SOURCE)
+    nodes: list[int] = option(
+        "numbers of nodes, separated by commas (1)", _numbers, "LIST", default=[1], group=_CLUSTER
+    )
+    devices: int = option(
+        "devices per node: GPUs, or CPU solvers",
+        positive,
+        "G",
+        default=1,
+        flags=("--gpus-per-node", "--ranks-per-node"),
+        group=_CLUSTER,
+    )
+    network: float | None = option(
+        "bandwidth per node: 400Gb, 50GB, 8x400Gb", _parsed_by("parse_bandwidth"), "B", group=_CLUSTER
+    )
+    latency: float | None = option("latency of the network (10us)", _parsed_by("parse_latency"), "T", group=_CLUSTER)
+    links: Link | None = option(
+        "links inside a node: nvlink, pcie, shm, or GB/s", _parsed_by("parse_link"), "L", group=_CLUSTER
+    )
+    link_latency: float | None = option("latency inside a node", _parsed_by("parse_latency"), "T", group=_CLUSTER)
+    calibrate: Path | None = option("output of 'caffepy bench allreduce' in one node", Path, group=_CLUSTER)
+    calibrate_network: Path | None = option("the same for several nodes with one device each", Path, group=_CLUSTER)
+    no_overlap: bool = switch("one all-reduce, after the backward pass", group=_EXCHANGE)
+    bucket_mb: float | None = option(
+        "bucket size in MiB instead of reduce_buckets", positive_number, "MB", group=_EXCHANGE
+    )
+    compression: str = option(
+        "compression of gradients, as in train", default="none", choices=tuple(WIRE_BYTES), group=_EXCHANGE
+    )
+    algorithm: str = option(
+        "all-reduce algorithm; auto is the fastest", default="auto", choices=ALGORITHMS, group=_EXCHANGE
+    )
+    contention: float | None = option(
+        "share of a device that communication takes from computation (0 on GPUs, 1 on the CPU)",
+        _fraction,
+        "F",
+        group=_EXCHANGE,
+    )
+    save_profile: Path | None = option("write the times as JSON for --profile", Path, group=_OUTPUT)
+    csv: Path | None = option("write the table as CSV too", Path, group=_OUTPUT)
+    plot: Path | None = option("draw it too (needs matplotlib)", Path, "FILE.png", group=_OUTPUT)
+    overwrite: bool = overwrite_option(group=_OUTPUT)
+
+    def run(self) -> int:
+        """Print the table to stdout.
+
+        Raises:
+            ConfigError: the options conflict, or a file to write exists.
+            MissingExtraError: --plot without matplotlib.
+            CaffepyError: files, data or device cannot be used.
+        """
+        _check_options(self)
+        from caffepy.scaling.predict import describe, format_table, load_figure, sweep, write_csv, write_plot
+        from caffepy.scaling.profile import write_profile
+        from caffepy.utils.files import check_output
+
+        if self.plot:
+            load_figure()  # fail before minutes of measurement
+        read = [
+            path for path in (self.solver, self.profile, self.calibrate, self.calibrate_network) if path is not None
+        ]
+        for path in filter(None, (self.save_profile, self.csv, self.plot)):
+            check_output(path, self.overwrite, read)
+        profile = _profile(self).fitted()
+        if self.save_profile:
+            write_profile(self.save_profile, profile)
+        cluster, exchange = _cluster(self, profile.on_cpu), _exchange(self, profile.on_cpu)
+        predictions = sweep(profile, self.nodes, cluster, exchange)
+        for line in (*describe(profile, cluster, exchange), "", *format_table(predictions)):
+            print(printable(line))
+        if self.csv:
+            write_csv(self.csv, predictions)
+        if self.plot:
+            write_plot(self.plot, predictions, next(describe(profile, cluster, exchange)))
+        return 0
 
 
-def _check_options(args: argparse.Namespace) -> None:
+def _check_options(args: PlanCommand) -> None:
     if args.solver is None and args.profile is None:
         raise ConfigError("plan needs --solver or --profile: caffepy plan --solver solver.prototxt")
     if args.forward_ms is not None and args.backward_ms is None:
@@ -195,19 +179,19 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ConfigError("--no-overlap reduces all gradients at once; leave --bucket-mb out")
     if max(args.nodes) > 1 and args.network is None and args.calibrate_network is None:
         raise ConfigError("several --nodes need the network's bandwidth, e.g. --network 400Gb, or --calibrate-network")
-    for calibrated, option, others in (
+    for calibrated, flag, others in (
         (args.calibrate, "--calibrate", ("links", "link_latency")),
         (args.calibrate_network, "--calibrate-network", ("network", "latency")),
     ):
         if calibrated is not None and any(getattr(args, other) is not None for other in others):
             names = " and ".join(f"--{other.replace('_', '-')}" for other in others)
-            raise ConfigError(f"{option} measures {names}; leave them out")
-    for option, value in (("--batch", args.batch), ("--shape", args.shape)):
+            raise ConfigError(f"{flag} measures {names}; leave them out")
+    for flag, value in (("--batch", args.batch), ("--shape", args.shape)):
         if args.profile is not None and value is not None:
-            raise ConfigError(f"{option} is for measuring; a profile has its batch already")
+            raise ConfigError(f"{flag} is for measuring; a profile has its batch already")
 
 
-def _profile(args: argparse.Namespace) -> Profile:
+def _profile(args: PlanCommand) -> Profile:
     from caffepy.scaling.profile import read_profile
 
     if args.profile is None:
@@ -220,12 +204,13 @@ def _profile(args: argparse.Namespace) -> Profile:
     return with_settings_of(args.solver, profile, str(args.profile))
 
 
-def _make_profile(args: argparse.Namespace) -> Profile:
+def _make_profile(args: PlanCommand) -> Profile:
     from caffepy.backend import create_backend
     from caffepy.cli.nets import train_devices
     from caffepy.formats.proto.caffe_pb2 import SolverParameter
     from caffepy.scaling.profile import estimate_profile, measure_profile, read_subject
 
+    assert args.solver is not None  # without a profile
     subject = read_subject(args.solver, args.batch, args.shape)
     gpu_mode = subject.solver.solver_mode == SolverParameter.GPU
     try:
@@ -245,7 +230,7 @@ def _make_profile(args: argparse.Namespace) -> Profile:
         raise DataError(f"{error}; or give the shape of one record, e.g. --shape 3,224,224") from error
 
 
-def _cluster(args: argparse.Namespace, on_cpu: bool) -> Cluster:
+def _cluster(args: PlanCommand, on_cpu: bool) -> Cluster:
     from caffepy.scaling.model import LINKS, NETWORK_LATENCY, Cluster, Link
 
     inside = _calibrated(args, args.calibrate, between=False) or args.links or LINKS["shm" if on_cpu else "nvlink"]
@@ -256,7 +241,7 @@ def _cluster(args: argparse.Namespace, on_cpu: bool) -> Cluster:
     return Cluster(1, args.devices, inside, between)
 
 
-def _calibrated(args: argparse.Namespace, path: Path | None, between: bool) -> Link | None:
+def _calibrated(args: PlanCommand, path: Path | None, between: bool) -> Link | None:
     """Return the link fitted to measured all-reduces."""
     if path is None:
         return None
@@ -271,7 +256,7 @@ def _given(value: T | None, otherwise: T) -> T:
     return otherwise if value is None else value
 
 
-def _exchange(args: argparse.Namespace, on_cpu: bool) -> Exchange:
+def _exchange(args: PlanCommand, on_cpu: bool) -> Exchange:
     from caffepy.scaling.predict import Exchange
 
     return Exchange(

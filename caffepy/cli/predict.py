@@ -17,22 +17,25 @@ import logging
 import os
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caffepy.cli.options import (
-    Parser,
-    add_device_options,
-    add_dialect_option,
-    add_engine_option,
-    add_overwrite_flag,
-    add_state_options,
-)
+from caffepy.cli.options import DeviceOptions, NetDeviceOptions, ReadsNets, engine_option, overwrite_option
 from caffepy.cli.output import Unreadable, quiet_net, showing
 from caffepy.errors import ConfigError, DataError, one_line, printable, spreadsheet_text
-from caffepy.utils.options import file_list, name_list, natural, positive, record_shape
+from caffepy.utils.options import (
+    NEEDED,
+    argument,
+    file_list,
+    name_list,
+    natural,
+    option,
+    positive,
+    record_shape,
+    switch,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,60 +53,46 @@ log = logging.getLogger(__name__)
 # -- options -------------------------------------------------------------------------------------------
 
 
-def add_model_options(parser: Parser) -> None:
-    """Add --model and --weights, for a deploy net."""
-    parser.add_argument(
-        "--model", "--model-def", type=Path, required=True, metavar="FILE", dest="model", help="the deploy net"
-    )
-    parser.add_argument(
-        "--weights",
-        "--pretrained-model",
-        type=file_list,
-        default=[],
-        metavar="FILE",
-        dest="weights",
-        help="its weights (default: random parameters)",
-    )
-
-
 _PREPARATION = ("mean_file", "raw_scale", "input_scale", "channel_swap")
 """Options that replace the preparation of the net's Input layer."""
 
 
-def add_preparation_options(parser: Parser) -> None:
-    """Add --mean-file, --raw-scale, --input-scale, --channel-swap and --ext of Caffe's `classify.py`."""
-    parser.add_argument(
-        "--mean-file",
-        metavar="MEAN",
-        help="mean to subtract: values separated by commas, an .npy file or a .binaryproto (default: none)",
-    )
-    parser.add_argument(
-        "--raw-scale", type=float, metavar="X", help="factor before subtraction, for values from 0 to 1 (255)"
-    )
-    parser.add_argument("--input-scale", type=float, metavar="X", help="factor after subtraction (1)")
-    parser.add_argument(
-        "--channel-swap",
-        type=_order,
-        metavar="ORDER",
-        help="channel order as indices of red, green, blue (default: 2,1,0, which is blue, green, red)",
-    )
-    parser.add_argument(
-        "--ext", default="", metavar="SUFFIX", help="suffix of the files read from a folder (default: all image files)"
-    )
+def _order(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if part)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a channel order such as 2,1,0") from None
 
 
-def add_result_options(parser: Parser, default: str) -> None:
-    """Add --output, --overwrite and --format."""
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write here")
-    add_overwrite_flag(parser)
-    parser.add_argument(
-        "--format",
-        choices=("text", "csv", "json"),
-        help=f"form of the results (default: by the output's suffix, else {default})",
+@dataclass(kw_only=True)
+class _ImageCommand(DeviceOptions, ReadsNets):
+    """A command that predicts for images; the options of the preparation are those of Caffe's `classify.py`."""
+
+    paths: list[Path]
+    model: Path = option("the deploy net", Path, default=NEEDED, flags=("--model", "--model-def"))
+    weights: list[Path] = option(
+        "its weights (default: random parameters)",
+        file_list,
+        "FILE",
+        default=[],
+        flags=("--weights", "--pretrained-model"),
     )
+    output: Path | None = option("write here", Path)
+    overwrite: bool = overwrite_option()
+    format: str | None
+    mean_file: str | None = option(
+        "mean to subtract: values separated by commas, an .npy file or a .binaryproto (default: none)", metavar="MEAN"
+    )
+    raw_scale: float | None = option("factor before subtraction, for values from 0 to 1 (255)", float, "X")
+    input_scale: float | None = option("factor after subtraction (1)", float, "X")
+    channel_swap: tuple[int, ...] | None = option(
+        "channel order as indices of red, green, blue (default: 2,1,0, which is blue, green, red)", _order, "ORDER"
+    )
+    ext: str = option("suffix of the files read from a folder (default: all image files)", default="", metavar="SUFFIX")
+    engine: str = engine_option()
 
 
-def inputs_and_output(args: argparse.Namespace, suffixes: tuple[str, ...]) -> tuple[list[Path], Path | None]:
+def inputs_and_output(args: _ImageCommand, suffixes: tuple[str, ...]) -> tuple[list[Path], Path | None]:
     """Return the input paths and the output of the positional arguments.
 
     The last of several paths is the output if it has one of the suffixes, or has no suffix and does not exist.
@@ -116,7 +105,7 @@ def inputs_and_output(args: argparse.Namespace, suffixes: tuple[str, ...]) -> tu
     return paths, args.output
 
 
-def image_options(args: argparse.Namespace) -> ImageOptions:
+def image_options(args: _ImageCommand) -> ImageOptions:
     """Return the image options that the command line gives.
 
     Raises:
@@ -128,9 +117,7 @@ def image_options(args: argparse.Namespace) -> ImageOptions:
     return ImageOptions(mean=read_any_mean(args.mean_file or ""), **given)
 
 
-def net_preparation(
-    model: ImageModel, args: argparse.Namespace, others: tuple[str, ...] = ()
-) -> ImagePreparation | None:
+def net_preparation(model: ImageModel, args: _ImageCommand, others: tuple[str, ...] = ()) -> ImagePreparation | None:
     """Return the preparation of the net's Input layer; None without one, or if options replace it, with a warning."""
     given = [f"--{name.replace('_', '-')}" for name in (*_PREPARATION, *others) if getattr(args, name) is not None]
     if model.prepares_images and given:
@@ -148,96 +135,89 @@ def counted(number: int, one: str, more: str = "") -> str:
     return f"{number} {one if number == 1 else more or one + 's'}"
 
 
-def _order(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(",") if part)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a channel order such as 2,1,0") from None
-
-
 # -- `caffepy classify` --------------------------------------------------------------------------------
 
-_CLASSIFY = """\
-Classify images: print the most likely classes, or write them as CSV or JSON, or all scores as .npy.
-
-  caffepy classify cat.jpg --model deploy.prototxt --weights net.caffemodel --labels words.txt
-  caffepy classify cat.jpg photos/ list.txt classes.csv --model deploy.prototxt --weights net.caffemodel
-  caffepy classify cat.jpg --model old_deploy.prototxt --weights net.caffemodel --mean-file 104,117,123
-
-Inputs are image files, folders, lists (.txt, a path per line) and .npy files of images (N, H, W, C) with values from 0
-to 1 in red, green, blue. Images are prepared by the fields of the net's Input layer, which 'caffepy deploy' writes.
-Without these fields, or with the options --mean-file, --raw-scale, --input-scale, --channel-swap or --images-dim, they
-are prepared as in Caffe's classify.py: resized to --images-dim, and scores are the average over ten crops, unless
---center-only is given."""
 
 _SCORES = (".npy", ".csv", ".json")
 
 
-def add_parser_classify(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command and its options."""
-    parser = subparsers.add_parser("classify", help="classify images", description=_CLASSIFY)
-    parser.add_argument(
-        "paths",
-        type=Path,
-        nargs="+",
-        metavar="PATH",
-        help="images, folders, .txt lists or .npy files; behind them the output, .csv, .json or .npy (all scores)",
-    )
-    add_model_options(parser)
-    add_result_options(parser, "text")
-    parser.add_argument("--labels", type=Path, metavar="FILE", help="names of the classes, one per line")
-    parser.add_argument("--top", type=positive, default=5, metavar="N", help="classes to show (default: 5)")
-    parser.add_argument("--center-only", action="store_true", help="use only the center crop")
-    parser.add_argument(
-        "--images-dim",
-        type=record_shape,
-        metavar="H,W",
-        help="size of images before cropping (default: 256,256, or the input size if larger)",
-    )
-    add_preparation_options(parser)
-    add_device_options(parser, "default: the CPU")
-    add_engine_option(parser)
+@dataclass(kw_only=True)
+class ClassifyCommand(_ImageCommand):
+    """Classify images.
 
+    Classify images: print the most likely classes, or write them as CSV or JSON, or all scores as .npy.
 
-def run_classify(args: argparse.Namespace) -> int:
-    """Classify, and print or write the classes or all scores.
+      caffepy classify cat.jpg --model deploy.prototxt --weights net.caffemodel --labels words.txt
+      caffepy classify cat.jpg photos/ list.txt classes.csv --model deploy.prototxt --weights net.caffemodel
+      caffepy classify cat.jpg --model old_deploy.prototxt --weights net.caffemodel --mean-file 104,117,123
 
-    Raises:
-        ConfigError: the net has no image input, the preparation does not fit, or the output exists or has an image's
-            suffix.
-        DataError: no image can be read.
-        SnapshotError: the weights do not fit.
+    Inputs are image files, folders, lists (.txt, a path per line) and .npy files of images (N, H, W, C) with values
+    from 0 to 1 in red, green, blue. Images are prepared by the fields of the net's Input layer, which 'caffepy deploy'
+    writes. Without these fields, or with the options --mean-file, --raw-scale, --input-scale, --channel-swap or
+    --images-dim, they are prepared as in Caffe's classify.py: resized to --images-dim, and scores are the average over
+    ten crops, unless --center-only is given.
     """
-    from caffepy.cli.nets import single_device
-    from caffepy.infer.classify import ImageModel, classify
-    from caffepy.infer.images import SUFFIXES, list_images
 
-    if args.images_dim is not None and len(args.images_dim) != 2:
-        raise ConfigError("--images-dim is a height and a width such as 256,256")
-    paths, output = inputs_and_output(args, _SCORES)
-    if output is not None:
-        if output.suffix.lower() in SUFFIXES:
-            raise ConfigError(f"'{output}' is the output and has an image's suffix; name a .csv, .json or .npy file")
-        _check_output(args, output, paths)
-    names = _names(args.labels)
-    with quiet_net(), ImageModel(args.model, args.weights, single_device(args), args.threads, args.engine) as model:
-        images = list_images(paths, args.ext)
-        unreadable = Unreadable(image.name for image in images)
-        scores = classify(
-            model, images, _classify_steps(model, args), lambda image, error: unreadable.leave_out(image.name, error)
-        )
-    unreadable.check()
-    form = args.format or {".csv": "csv", ".json": "json"}.get(output.suffix if output else "", "")
-    if output is not None and not form:
-        _write_scores(output, scores)
+    paths: list[Path] = argument(
+        "images, folders, .txt lists or .npy files; behind them the output, .csv, .json or .npy (all scores)",
+        Path,
+        "PATH",
+        nargs="+",
+    )
+    format: str | None = option(
+        "form of the results (default: by the output's suffix, else text)", choices=("text", "csv", "json")
+    )
+    labels: Path | None = option("names of the classes, one per line", Path)
+    top: int = option("classes to show", positive, default=5)
+    center_only: bool = switch("use only the center crop")
+    images_dim: tuple[int, ...] | None = option(
+        "size of images before cropping (default: 256,256, or the input size if larger)", record_shape, "H,W"
+    )
+
+    def run(self) -> int:
+        """Classify, and print or write the classes or all scores.
+
+        Raises:
+            ConfigError: the net has no image input, the preparation does not fit, or the output exists or has an
+                image's suffix.
+            DataError: no image can be read.
+            SnapshotError: the weights do not fit.
+        """
+        from caffepy.cli.nets import single_device
+        from caffepy.infer.classify import ImageModel, classify
+        from caffepy.infer.images import SUFFIXES, list_images
+
+        if self.images_dim is not None and len(self.images_dim) != 2:
+            raise ConfigError("--images-dim is a height and a width such as 256,256")
+        paths, output = inputs_and_output(self, _SCORES)
+        if output is not None:
+            if output.suffix.lower() in SUFFIXES:
+                raise ConfigError(
+                    f"'{output}' is the output and has an image's suffix; name a .csv, .json or .npy file"
+                )
+            _check_output(self, output, paths)
+        names = _names(self.labels)
+        with quiet_net(), ImageModel(self.model, self.weights, single_device(self), self.threads, self.engine) as model:
+            images = list_images(paths, self.ext)
+            unreadable = Unreadable(image.name for image in images)
+            scores = classify(
+                model,
+                images,
+                _classify_steps(model, self),
+                lambda image, error: unreadable.leave_out(image.name, error),
+            )
+        unreadable.check()
+        form = self.format or {".csv": "csv", ".json": "json"}.get(output.suffix if output else "", "")
+        if output is not None and not form:
+            _write_scores(output, scores)
+            return unreadable.exit_status
+        found = [(name, _best(row, names, self.top)) for name, row in zip(unreadable.read, scores, strict=True)]
+        text = {"csv": _classes_as_csv, "json": _classes_as_json}.get(form, _classes_as_text)(found)
+        _write(output, text, counted(len(found), "image"))
         return unreadable.exit_status
-    found = [(name, _best(row, names, args.top)) for name, row in zip(unreadable.read, scores, strict=True)]
-    text = {"csv": _classes_as_csv, "json": _classes_as_json}.get(form, _classes_as_text)(found)
-    _write(output, text, counted(len(found), "image"))
-    return unreadable.exit_status
 
 
-def _classify_steps(model: ImageModel, args: argparse.Namespace) -> Steps:
+def _classify_steps(model: ImageModel, args: ClassifyCommand) -> Steps:
     from caffepy.infer.images import net_steps
 
     preparation = net_preparation(model, args, ("images_dim",))
@@ -310,105 +290,110 @@ def _names(path: Path | None) -> list[str]:
 
 # -- `caffepy detect` ----------------------------------------------------------------------------------
 
-_DETECT = """\
-Detect objects with a net that ends in DetectionOutput (SSD): boxes in pixels, as CSV, JSON or text.
-
-  caffepy detect street.jpg --model deploy.prototxt --weights ssd.caffemodel --draw found.png
-  caffepy detect photos/ boxes.json --model deploy.prototxt --weights ssd.caffemodel --label-map labelmap.prototxt
-  caffepy detect street.jpg --model old_deploy.prototxt --weights ssd.caffemodel --mean-file 104,117,123
-
-Inputs and their preparation are those of 'caffepy classify'; an image is never cropped.
-
-With --crop-mode list, as in Caffe's detect.py, a classifier scores windows (R-CNN) from a CSV file with the header
-filename,xmin,ymin,xmax,ymax. The output, .csv or .h5, has a row of class scores for each window.
-
-  caffepy detect windows.csv scores.h5 --crop-mode list --model deploy.prototxt --weights net.caffemodel"""
 _FIELDS = ("image", "label", "name", "score", "xmin", "ymin", "xmax", "ymax")
 _BOXES = (".json", ".csv", ".h5", ".hdf5")
 
 
-def add_parser_detect(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command and its options."""
-    parser = subparsers.add_parser("detect", help="detect objects in images (SSD)", description=_DETECT)
-    parser.add_argument(
-        "paths",
-        type=Path,
-        nargs="+",
-        metavar="PATH",
-        help="images, folders, .txt lists, .npy files, or windows as .csv; behind them the output, .json or .csv, for "
-        "windows .csv or .h5",
-    )
-    add_model_options(parser)
-    add_result_options(parser, "csv")
-    parser.add_argument(
-        "--crop-mode", choices=("list", "selective_search"), metavar="list", help="classify the windows of a CSV file"
-    )
-    parser.add_argument(
-        "--context-pad",
-        type=natural,
-        default=16,
-        metavar="N",
-        help="for windows: width of the border with the window's surroundings, in input pixels (16)",
-    )
-    parser.add_argument("--threshold", type=_score, default=0.5, metavar="X", help="lowest score (0.5)")
-    parser.add_argument("--label-map", type=Path, metavar="FILE", help="prototxt with the labels' names")
-    parser.add_argument(
-        "--draw", type=Path, metavar="PATH", help="write the image with its boxes; a folder for several images"
-    )
-    add_preparation_options(parser)
-    add_device_options(parser, "default: the CPU")
-    add_engine_option(parser)
+def _score(text: str) -> float:
+    try:
+        score = float(text)
+    except ValueError:
+        score = -1.0
+    if not 0 <= score <= 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a score from 0 to 1")
+    return score
 
 
-def run_detect(args: argparse.Namespace) -> int:
-    """Detect boxes, print or write them, and draw them on request; or classify windows.
+@dataclass(kw_only=True)
+class DetectCommand(_ImageCommand):
+    """Detect objects in images (SSD).
 
-    Raises:
-        ConfigError: the net is not an SSD, an output exists or has an unknown suffix, or selective search is requested.
-        DataError: the windows, or all images, cannot be read.
-        SnapshotError: the weights do not fit.
+    Detect objects with a net that ends in DetectionOutput (SSD): boxes in pixels, as CSV, JSON or text.
+
+      caffepy detect street.jpg --model deploy.prototxt --weights ssd.caffemodel --draw found.png
+      caffepy detect photos/ boxes.json --model deploy.prototxt --weights ssd.caffemodel --label-map labelmap.prototxt
+      caffepy detect street.jpg --model old_deploy.prototxt --weights ssd.caffemodel --mean-file 104,117,123
+
+    Inputs and their preparation are those of 'caffepy classify'; an image is never cropped.
+
+    With --crop-mode list, as in Caffe's detect.py, a classifier scores windows (R-CNN) from a CSV file with the header
+    filename,xmin,ymin,xmax,ymax. The output, .csv or .h5, has a row of class scores for each window.
+
+      caffepy detect windows.csv scores.h5 --crop-mode list --model deploy.prototxt --weights net.caffemodel
     """
-    paths, output = inputs_and_output(args, _BOXES)
-    if args.crop_mode is not None:
-        return _run_windows(args, paths, output)
-    from caffepy.cli.nets import single_device
-    from caffepy.infer.classify import ImageModel
-    from caffepy.infer.detect import detect, draw_boxes, read_label_names
-    from caffepy.infer.images import list_images
 
-    if args.format is None:
-        _check_suffix(output, "boxes", (".json", ".csv"))
-    _check_output(args, output, paths)
-    for path in paths:
-        if path.suffix.lower() == ".csv":
-            raise ConfigError(f"'{path}' is not an image; to classify the windows that it lists, give --crop-mode list")
-    names = read_label_names(args.label_map) if args.label_map else {}
-    found: list[Box] = []
-    with quiet_net(), ImageModel(args.model, args.weights, single_device(args), args.threads, args.engine) as model:
-        images = list_images(paths, args.ext)
-        unreadable = Unreadable(image.name for image in images)
-        steps = _detect_steps(model, args)
-        pictures = _pictures(args.draw, [image.name for image in images])
-        for drawn in pictures:
-            _check_output(args, drawn, [image.content for image in images if isinstance(image.content, Path)])
-        for image, picture in zip(images, pictures, strict=True):
-            try:
-                pixels = steps.load(image)
-                boxes = detect(model, image.name, pixels, steps, args.threshold, names)
-            except DataError as error:
-                unreadable.leave_out(image.name, error)
-                continue
-            found += boxes
-            if picture is not None:
-                draw_boxes(pixels, boxes, picture)
-    unreadable.check()
-    form = args.format or (output.suffix[1:] if output else "csv")
-    text = {"json": _as_json, "csv": _as_csv}.get(form, _as_text)(found)
-    _write(output, text, f"{counted(len(found), 'box', 'boxes')} in {counted(len(unreadable.read), 'image')}")
-    return unreadable.exit_status
+    paths: list[Path] = argument(
+        "images, folders, .txt lists, .npy files, or windows as .csv; behind them the output, .json or .csv, "
+        "for windows .csv or .h5",
+        Path,
+        "PATH",
+        nargs="+",
+    )
+    format: str | None = option(
+        "form of the results (default: by the output's suffix, else csv)", choices=("text", "csv", "json")
+    )
+    crop_mode: str | None = option(
+        "classify the windows of a CSV file", metavar="list", choices=("list", "selective_search")
+    )
+    context_pad: int = option(
+        "for windows: width of the border with the window's surroundings, in input pixels", natural, default=16
+    )
+    threshold: float = option("lowest score", _score, "X", default=0.5)
+    label_map: Path | None = option("prototxt with the labels' names", Path)
+    draw: Path | None = option("write the image with its boxes; a folder for several images", Path, "PATH")
+
+    def run(self) -> int:
+        """Detect boxes, print or write them, and draw them on request; or classify windows.
+
+        Raises:
+            ConfigError: the net is not an SSD, an output exists or has an unknown suffix, or selective search is
+                requested.
+            DataError: the windows, or all images, cannot be read.
+            SnapshotError: the weights do not fit.
+        """
+        paths, output = inputs_and_output(self, _BOXES)
+        if self.crop_mode is not None:
+            return _run_windows(self, paths, output)
+        from caffepy.cli.nets import single_device
+        from caffepy.infer.classify import ImageModel
+        from caffepy.infer.detect import detect, draw_boxes, read_label_names
+        from caffepy.infer.images import list_images
+
+        if self.format is None:
+            _check_suffix(output, "boxes", (".json", ".csv"))
+        _check_output(self, output, paths)
+        for path in paths:
+            if path.suffix.lower() == ".csv":
+                raise ConfigError(
+                    f"'{path}' is not an image; to classify the windows that it lists, give --crop-mode list"
+                )
+        names = read_label_names(self.label_map) if self.label_map else {}
+        found: list[Box] = []
+        with quiet_net(), ImageModel(self.model, self.weights, single_device(self), self.threads, self.engine) as model:
+            images = list_images(paths, self.ext)
+            unreadable = Unreadable(image.name for image in images)
+            steps = _detect_steps(model, self)
+            pictures = _pictures(self.draw, [image.name for image in images])
+            for drawn in pictures:
+                _check_output(self, drawn, [image.content for image in images if isinstance(image.content, Path)])
+            for image, picture in zip(images, pictures, strict=True):
+                try:
+                    pixels = steps.load(image)
+                    boxes = detect(model, image.name, pixels, steps, self.threshold, names)
+                except DataError as error:
+                    unreadable.leave_out(image.name, error)
+                    continue
+                found += boxes
+                if picture is not None:
+                    draw_boxes(pixels, boxes, picture)
+        unreadable.check()
+        form = self.format or (output.suffix[1:] if output else "csv")
+        text = {"json": _as_json, "csv": _as_csv}.get(form, _as_text)(found)
+        _write(output, text, f"{counted(len(found), 'box', 'boxes')} in {counted(len(unreadable.read), 'image')}")
+        return unreadable.exit_status
 
 
-def _detect_steps(model: ImageModel, args: argparse.Namespace) -> Steps:
+def _detect_steps(model: ImageModel, args: DetectCommand) -> Steps:
     """Return the steps from whole images to the net's input."""
     from caffepy.infer.images import net_steps
 
@@ -423,7 +408,7 @@ def _detect_steps(model: ImageModel, args: argparse.Namespace) -> Steps:
     return net_steps(preparation, model.image_shape[0])
 
 
-def _run_windows(args: argparse.Namespace, paths: list[Path], output: Path | None) -> int:
+def _run_windows(args: DetectCommand, paths: list[Path], output: Path | None) -> int:
     from caffepy.cli.nets import single_device
     from caffepy.infer.classify import ImageModel
     from caffepy.infer.images import ImageOptions
@@ -465,7 +450,7 @@ def _check_suffix(output: Path | None, what: str, endings: tuple[str, ...]) -> N
         raise ConfigError(f"'{output}': {what} are written as {' or '.join(endings)}; name another file")
 
 
-def _check_output(args: argparse.Namespace, output: Path | None, read: list[Path]) -> None:
+def _check_output(args: _ImageCommand, output: Path | None, read: list[Path]) -> None:
     """Check that a result may be written; `read` are the images, lists and arrays that the command reads."""
     from caffepy.utils.files import check_output
 
@@ -505,16 +490,6 @@ def _pictures(draw: Path | None, names: list[str]) -> list[Path | None]:
     ]
 
 
-def _score(text: str) -> float:
-    try:
-        score = float(text)
-    except ValueError:
-        score = -1.0
-    if not 0 <= score <= 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a score from 0 to 1")
-    return score
-
-
 def _as_json(boxes: list[Box]) -> str:
     rows = [{name: asdict(box)[name] for name in _FIELDS} for box in boxes]
     return json.dumps(rows, indent=1) + "\n"
@@ -543,58 +518,53 @@ def _as_text(boxes: list[Box]) -> str:
 
 # -- `caffepy extract_features` ------------------------------------------------------------------------
 
-_EXTRACT_FEATURES = """\
-Run a trained net in its TEST phase and write blobs to databases of float Datums, as Caffe's extract_features does.
 
-The net needs a data layer. Separate several blobs and databases by commas:
+@dataclass(kw_only=True)
+class ExtractFeaturesCommand(NetDeviceOptions, ReadsNets):
+    """Write blobs of a trained net as databases.
 
-    caffepy extract_features net.caffemodel net.prototxt fc7,prob fc7_lmdb,prob_lmdb 10 lmdb GPU 0"""
+    Run a trained net in its TEST phase and write blobs to databases of float Datums, as Caffe's extract_features does.
 
+    The net needs a data layer. Separate several blobs and databases by commas:
 
-def add_parser_extract_features(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command and its options."""
-    parser = subparsers.add_parser(
-        "extract_features", help="write blobs of a trained net as databases", description=_EXTRACT_FEATURES
-    )
-    parser.add_argument("weights", type=Path, metavar="WEIGHTS", help="the .caffemodel")
-    parser.add_argument("model", type=Path, metavar="NET", help="the net's prototxt")
-    parser.add_argument("blobs", type=name_list, metavar="BLOBS", help="names of blobs")
-    parser.add_argument("databases", type=name_list, metavar="DB_NAMES", help="the databases to write, one per blob")
-    parser.add_argument("batches", type=positive, metavar="BATCHES", help="number of batches")
-    parser.add_argument("backend", choices=("lmdb", "leveldb"), help="kind of database")
-    parser.add_argument("device", choices=("CPU", "GPU"), nargs="?", help="device of the net (CPU)")
-    parser.add_argument("device_id", type=int, nargs="?", default=0, metavar="DEVICE_ID", help="index of the GPU (0)")
-    add_overwrite_flag(parser, "replace existing databases")
-    add_device_options(parser, "default: the CPU")
-    add_state_options(parser)
-    add_dialect_option(parser)
-
-
-def run_extract_features(args: argparse.Namespace) -> int:
-    """Write the features and print the record counts.
-
-    Raises:
-        ConfigError: the numbers of databases and blobs differ, or the net has no such blob.
-        CaffepyError: files, data or device cannot be used.
+        caffepy extract_features net.caffemodel net.prototxt fc7,prob fc7_lmdb,prob_lmdb 10 lmdb GPU 0
     """
-    if len(args.blobs) != len(args.databases):
-        raise ConfigError(f"{len(args.blobs)} blobs but {len(args.databases)} databases; name one for each blob")
-    if args.device == "GPU" and args.gpus is None:
-        args.gpus = [args.device_id]
-    from caffepy.cli.nets import open_net
-    from caffepy.data.sources.databases import open_writer
-    from caffepy.formats.proto import caffe_pb2
-    from caffepy.infer.features import check_blobs, extract_features
 
-    with ExitStack() as stack:
-        net = stack.enter_context(open_net(args, caffe_pb2.TEST, args.batches, [args.weights]))
-        check_blobs(net, args.blobs)
-        writers = [
-            stack.enter_context(open_writer(Path(path), args.backend, args.overwrite)) for path in args.databases
-        ]
-        progress = stack.enter_context(showing("batches"))
-        progress.total = args.batches
-        extract_features(net, args.blobs, writers, args.batches, progress.advance)
-    for path, blob, writer in zip(args.databases, args.blobs, writers, strict=True):
-        print(f"{path}: {writer.count} records of '{printable(blob)}'")
-    return 0
+    weights: Path = argument("the .caffemodel", Path, "WEIGHTS")
+    model: Path = argument("the net's prototxt", Path, "NET")
+    blobs: list[str] = argument("names of blobs", name_list, "BLOBS")
+    databases: list[str] = argument("the databases to write, one per blob", name_list, "DB_NAMES")
+    batches: int = argument("number of batches", positive, "BATCHES")
+    backend: str = argument("kind of database", choices=("lmdb", "leveldb"))
+    device: str | None = argument("device of the net (CPU)", default=None, choices=("CPU", "GPU"))
+    device_id: int = argument("index of the GPU (0)", int, "DEVICE_ID", default=0)
+    overwrite: bool = overwrite_option("replace existing databases")
+
+    def run(self) -> int:
+        """Write the features and print the record counts.
+
+        Raises:
+            ConfigError: the numbers of databases and blobs differ, or the net has no such blob.
+            CaffepyError: files, data or device cannot be used.
+        """
+        if len(self.blobs) != len(self.databases):
+            raise ConfigError(f"{len(self.blobs)} blobs but {len(self.databases)} databases; name one for each blob")
+        if self.device == "GPU" and self.gpus is None:
+            self.gpus = [self.device_id]
+        from caffepy.cli.nets import open_net
+        from caffepy.data.sources.databases import open_writer
+        from caffepy.formats.proto import caffe_pb2
+        from caffepy.infer.features import check_blobs, extract_features
+
+        with ExitStack() as stack:
+            net = stack.enter_context(open_net(self.model, self, caffe_pb2.TEST, self.batches, [self.weights]))
+            check_blobs(net, self.blobs)
+            writers = [
+                stack.enter_context(open_writer(Path(path), self.backend, self.overwrite)) for path in self.databases
+            ]
+            progress = stack.enter_context(showing("batches"))
+            progress.total = self.batches
+            extract_features(net, self.blobs, writers, self.batches, progress.advance)
+        for path, blob, writer in zip(self.databases, self.blobs, writers, strict=True):
+            print(f"{path}: {writer.count} records of '{printable(blob)}'")
+        return 0

@@ -11,52 +11,54 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from caffepy.cli.options import Commands, Parser, add_overwrite_flag
+from caffepy.cli.options import Command, Commands, overwrite_option
 from caffepy.errors import ConfigError, RunError
 from caffepy.utils.files import atomic_write
 from caffepy.utils.installation import MissingExtraError
+from caffepy.utils.options import argument
 
 # -- `caffepy completion` ------------------------------------------------------------------------------
 
 SHELLS = ("bash", "zsh", "tcsh")
 
-_COMPLETION = """\
-Print a script that completes commands, options and files in a shell.
 
-For bash:    caffepy completion bash > ~/.local/share/bash-completion/completions/caffepy
-For zsh:     caffepy completion zsh > DIR/_caffepy, where DIR is a folder of $fpath
-For tcsh:    caffepy completion tcsh > ~/.caffepy.csh, and source it in ~/.cshrc"""
+@dataclass(kw_only=True)
+class CompletionCommand(Command):
+    """Print a completion script.
 
+    Print a script that completes commands, options and files in a shell.
 
-def add_parser_completion(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command and its options."""
-    parser = subparsers.add_parser("completion", help="print a completion script", description=_COMPLETION)
-    parser.add_argument("shell", choices=SHELLS, help="the shell")
-
-
-def run_completion(args: argparse.Namespace) -> int:
-    """Print the script.
-
-    Raises:
-        MissingExtraError: shtab is not installed.
+    For bash:    caffepy completion bash > ~/.local/share/bash-completion/completions/caffepy
+    For zsh:     caffepy completion zsh > DIR/_caffepy, where DIR is a folder of $fpath
+    For tcsh:    caffepy completion tcsh > ~/.caffepy.csh, and source it in ~/.cshrc
     """
-    try:
-        import shtab
-    except ImportError as error:
-        raise MissingExtraError("shtab", "completion", "to complete commands in a shell") from error
-    from caffepy.cli.main import build_parser
 
-    parser = build_parser()
-    for action in _actions(parser):
-        kind = {"DIR": shtab.DIRECTORY, "FILE": shtab.FILE}.get(str(action.metavar))
-        takes_path = getattr(action.type, "__name__", "") in ("Path", "file_name")
-        if kind is not None or takes_path:
-            action.complete = kind or shtab.FILE  # type: ignore[attr-defined]
-    print(shtab.complete(parser, args.shell))
-    return 0
+    shell: str = argument("the shell", choices=SHELLS)
+
+    def run(self) -> int:
+        """Print the script.
+
+        Raises:
+            MissingExtraError: shtab is not installed.
+        """
+        try:
+            import shtab
+        except ImportError as error:
+            raise MissingExtraError("shtab", "completion", "to complete commands in a shell") from error
+        from caffepy.cli.main import build_parser
+
+        parser = build_parser()
+        for action in _actions(parser):
+            kind = {"DIR": shtab.DIRECTORY, "FILE": shtab.FILE}.get(str(action.metavar))
+            takes_path = getattr(action.type, "__name__", "") in ("Path", "file_name")
+            if kind is not None or takes_path:
+                action.complete = kind or shtab.FILE  # type: ignore[attr-defined]
+        print(shtab.complete(parser, self.shell))
+        return 0
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
@@ -99,51 +101,51 @@ EXAMPLES = {
 MARK = "Written by caffepy shims"
 """A line with these words makes a file one that a later call replaces."""
 
-_SHIMS = """\
-Write files that call caffepy into the places of Caffe's programs, so that scripts of Caffe run unchanged:
 
-  DIR/build/tools/caffe, convert_imageset, ...        also with the ending .bin
-  DIR/build/examples/mnist/convert_mnist_data, ...    also with the ending .bin
-  DIR/python/caffe/__init__.py                        for PYTHONPATH=DIR/python
-  DIR/scripts/create_annoset.py                       of SSD's Caffe, for Python 3
+@dataclass(kw_only=True)
+class ShimsCommand(Command):
+    """Put caffepy in the place of a Caffe.
 
-DIR is a checkout of Caffe or a new folder. The files call this Python."""
+    Write files that call caffepy into the places of Caffe's programs, so that scripts of Caffe run unchanged:
 
+      DIR/build/tools/caffe, convert_imageset, ...        also with the ending .bin
+      DIR/build/examples/mnist/convert_mnist_data, ...    also with the ending .bin
+      DIR/python/caffe/__init__.py                        for PYTHONPATH=DIR/python
+      DIR/scripts/create_annoset.py                       of SSD's Caffe, for Python 3
 
-def add_parser_shims(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command and its options."""
-    parser = subparsers.add_parser("shims", help="put caffepy in the place of a Caffe", description=_SHIMS)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="the root folder of a Caffe")
-    add_overwrite_flag(parser, "replace Caffe's own files, and keep them as NAME.orig")
-
-
-def run_shims(args: argparse.Namespace) -> int:
-    """Write the files and print how to use them.
-
-    Raises:
-        ConfigError: the folder has other files in these places, and `--overwrite` is not given.
-        RunError: a file cannot be written.
+    DIR is a checkout of Caffe or a new folder. The files call this Python.
     """
-    contents = shim_contents()
-    paths = {args.folder / name: text for name, text in contents.items()}
-    others = [path for path in paths if _is_other(path)]
-    if others and not args.overwrite:
-        raise ConfigError(
-            f"{args.folder} already has {', '.join(str(path.relative_to(args.folder)) for path in others)}; "
-            "--overwrite replaces such files and keeps each as NAME.orig"
-        )
-    try:
-        for path in others:
-            path.rename(_unused_name(path))
-        for path, text in paths.items():
-            _write(path, text)
-    except OSError as error:
-        raise RunError(f"'{error.filename}' cannot be written: {error.strerror}") from error
-    root = args.folder.absolute()
-    print(f"{args.folder}: {len(paths)} files that call {sys.executable}")
-    print(f"for programs that look for Caffe: export CAFFE_ROOT={shlex.quote(str(root))}")
-    print(f"for Python scripts: export PYTHONPATH={shlex.quote(str(root / 'python'))}")
-    return 0
+
+    folder: Path = argument("the root folder of a Caffe", Path, "DIR")
+    overwrite: bool = overwrite_option("replace Caffe's own files, and keep them as NAME.orig")
+
+    def run(self) -> int:
+        """Write the files and print how to use them.
+
+        Raises:
+            ConfigError: the folder has other files in these places, and `--overwrite` is not given.
+            RunError: a file cannot be written.
+        """
+        contents = shim_contents()
+        paths = {self.folder / name: text for name, text in contents.items()}
+        others = [path for path in paths if _is_other(path)]
+        if others and not self.overwrite:
+            raise ConfigError(
+                f"{self.folder} already has {', '.join(str(path.relative_to(self.folder)) for path in others)}; "
+                "--overwrite replaces such files and keeps each as NAME.orig"
+            )
+        try:
+            for path in others:
+                path.rename(_unused_name(path))
+            for path, text in paths.items():
+                _write(path, text)
+        except OSError as error:
+            raise RunError(f"'{error.filename}' cannot be written: {error.strerror}") from error
+        root = self.folder.absolute()
+        print(f"{self.folder}: {len(paths)} files that call {sys.executable}")
+        print(f"for programs that look for Caffe: export CAFFE_ROOT={shlex.quote(str(root))}")
+        print(f"for Python scripts: export PYTHONPATH={shlex.quote(str(root / 'python'))}")
+        return 0
 
 
 def shim_contents() -> dict[str, str]:

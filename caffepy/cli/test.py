@@ -6,26 +6,18 @@ milliseconds of each layer, or the speed of the data layers alone.
 
 from __future__ import annotations
 
-import argparse
 import logging
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from caffepy.cli.options import (
-    Parser,
-    add_device_options,
-    add_dialect_option,
-    add_engine_option,
-    add_engine_options,
-    add_options,
-    add_state_options,
-    add_switch,
-)
+from caffepy.cli.options import NetDeviceOptions, ReadsNets, devices_option, engine_option
 from caffepy.errors import ConfigError
 from caffepy.logs.performance_report import format_stages
-from caffepy.training.options import TrainOptions
-from caffepy.utils.options import file_list, file_name, positive
+from caffepy.training.options import TrainSettings
+from caffepy.utils.options import ExecutionOptions, file_list, file_name, option, positive, same_option, switch
 
 if TYPE_CHECKING:
     from caffepy.backend import Backend
@@ -45,77 +37,58 @@ logger = logging.getLogger(__name__)
 # -- `caffepy test` and `caffepy test_detection` -------------------------------------------------------
 
 
-def add_parser_test(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Add `test` and its options."""
-    _add_options(
-        subparsers.add_parser(
-            "test",
-            help="score a model",
-            description="Run a net's TEST phase and print each batch's scores and their mean.",
-        )
-    )
+@dataclass(kw_only=True)
+class TestCommand(NetDeviceOptions, ReadsNets):
+    """Score a model.
 
-
-def add_parser_test_detection(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Add `test_detection` and its options."""
-    _add_options(
-        subparsers.add_parser(
-            "test_detection",
-            help="score a model by mean average precision",
-            description="Run a net's TEST phase and print the mean average precision of its DetectionEvaluate layers.",
-        )
-    )
-
-
-def _add_options(parser: Parser) -> None:
-    parser.add_argument("--model", type=file_name, metavar="FILE", help="the net's prototxt (needed)")
-    parser.add_argument(
-        "--weights", type=file_list, default=[], metavar="LIST", help=".caffemodel files, separated by commas (needed)"
-    )
-    parser.add_argument("--iterations", type=positive, default=50, metavar="N", help="batches to score (50)")
-    parser.add_argument(
-        "--ap-version",
-        choices=("11point", "101point", "MaxIntegral", "Integral"),
-        default="11point",
-        help="average precision of detections (11point)",
-    )
-    add_switch(parser, "show-per-class-result", "print the average precision of each class (on)", default=True)
-    add_device_options(parser, "each batch is scored by one of them; default: the CPU")
-    add_options(parser, TrainOptions, ("cpu_solvers", "timeout"))
-    add_engine_options(parser)
-    add_engine_option(parser)
-    add_state_options(parser)
-    add_dialect_option(parser)
-
-
-def run_test(args: argparse.Namespace) -> int:
-    """Score the model.
-
-    Raises:
-        ConfigError: no --model or no --weights; an engine that cannot compute the net.
-        MissingExtraError: the engine is not installed.
-        CaffepyError: files, data or device cannot be used.
+    Run a net's TEST phase and print each batch's scores and their mean.
     """
-    return _score(args, detection=False)
+
+    model: Path | None = option("the net's prototxt (needed)", file_name)
+    weights: list[Path] = option(".caffemodel files, separated by commas (needed)", file_list, default=[])
+    iterations: int = option("batches to score", positive, default=50)
+    ap_version: str = option(
+        "average precision of detections", default="11point", choices=("11point", "101point", "MaxIntegral", "Integral")
+    )
+    show_per_class_result: bool = switch("print the average precision of each class", default=True, gflags=True)
+    gpus: list[int] | str | None = devices_option("each batch is scored by one of them; default: the CPU")
+    cpu_solvers: int = same_option(TrainSettings, "cpu_solvers")
+    timeout: float = same_option(TrainSettings, "timeout")
+    eager: bool = same_option(ExecutionOptions, "eager")
+    fuse: bool = same_option(ExecutionOptions, "fuse")
+    share: bool = same_option(ExecutionOptions, "share")
+    engine: str = engine_option()
+
+    detection: ClassVar[bool] = False
+
+    def run(self) -> int:
+        """Score the model, by its DetectionEvaluate layers if `detection` is set.
+
+        Raises:
+            ConfigError: no --model or no --weights; an engine that cannot compute the net.
+            MissingExtraError: the engine is not installed.
+            CaffepyError: files, data or device cannot be used.
+        """
+        from caffepy.distributed.processes.launcher import refuse_foreign_launcher
+        from caffepy.distributed.processes.world import create_world
+        from caffepy.training.evaluate_model import score_on_all_devices
+
+        with create_world() as world:
+            world.run_on_all(lambda: refuse_foreign_launcher(world.rank, world.size))
+            score_on_all_devices(world, _options(self, world))
+        return 0
 
 
-def run_test_detection(args: argparse.Namespace) -> int:
-    """Score a net whose outputs are made by DetectionEvaluate layers; errors as of `run_test`."""
-    return _score(args, detection=True)
+class TestDetectionCommand(TestCommand):
+    """Score a model by mean average precision.
+
+    Run a net's TEST phase and print the mean average precision of its DetectionEvaluate layers.
+    """
+
+    detection = True
 
 
-def _score(args: argparse.Namespace, detection: bool) -> int:
-    from caffepy.distributed.processes.launcher import refuse_foreign_launcher
-    from caffepy.distributed.processes.world import create_world
-    from caffepy.training.evaluate_model import score_on_all_devices
-
-    with create_world() as world:
-        world.run_on_all(lambda: refuse_foreign_launcher(world.rank, world.size))
-        score_on_all_devices(world, _options(args, world, detection))
-    return 0
-
-
-def _options(args: argparse.Namespace, world: World, detection: bool) -> ScoringOptions:
+def _options(args: TestCommand, world: World) -> ScoringOptions:
     from caffepy.cli.nets import net_and_state, refuse_net_without_layers
     from caffepy.distributed.placement import assign_gpus
     from caffepy.formats.proto import caffe_pb2
@@ -123,13 +96,15 @@ def _options(args: argparse.Namespace, world: World, detection: bool) -> Scoring
     from caffepy.training.devices import check_gpus
     from caffepy.training.evaluate_model import ScoringOptions
 
+    name = "test_detection" if args.detection else "test"
+
     def prepare() -> tuple[NetParameter, NetState, bool, list[int] | None]:
         if args.model is None:
-            raise ConfigError(f"{args.command} needs a net: --model train_val.prototxt --weights net.caffemodel")
+            raise ConfigError(f"{name} needs a net: --model train_val.prototxt --weights net.caffemodel")
         if not args.weights:
-            raise ConfigError(f"{args.command} needs trained weights: --weights net.caffemodel")
+            raise ConfigError(f"{name} needs trained weights: --weights net.caffemodel")
         by_runtime = wants_runtime(args.engine, not args.gpus)
-        param, state = net_and_state(args, caffe_pb2.TEST)
+        param, state = net_and_state(args.model, args, caffe_pb2.TEST)
         refuse_net_without_layers(args.model, param, state)
         return param, state, by_runtime, None if args.gpus is None else check_gpus(args.gpus)
 
@@ -147,13 +122,13 @@ def _options(args: argparse.Namespace, world: World, detection: bool) -> Scoring
         math=args.math,
         ap_version=args.ap_version,
         show_classes=args.show_per_class_result,
-        detection=detection,
+        detection=args.detection,
         timeout=args.timeout,
     )
 
 
 def _make_executor(
-    args: argparse.Namespace, by_runtime: bool, param: NetParameter, state: NetState, backend: Backend, shard: Shard
+    args: TestCommand, by_runtime: bool, param: NetParameter, state: NetState, backend: Backend, shard: Shard
 ) -> ForwardExecutor | RuntimeExecutor:
     from caffepy.cli.nets import read_weights
     from caffepy.formats.paths import PathResolver
@@ -186,47 +161,43 @@ def _make_executor(
 # -- `caffepy time` ------------------------------------------------------------------------------------
 
 
-def add_parser_time(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command and its options."""
-    parser = subparsers.add_parser(
-        "time",
-        help="time a model layer by layer",
-        description="Print average forward and backward times of each layer, or with --data how many images a second "
-        "each data layer reads, and the share of each stage.",
-    )
-    parser.add_argument("--model", type=file_name, metavar="FILE", help="the net's prototxt (needed)")
-    parser.add_argument("--phase", choices=("TRAIN", "TEST"), default="TRAIN", help="the net's phase (TRAIN)")
-    parser.add_argument("--iterations", type=positive, default=50, metavar="N", help="iterations to average over (50)")
-    parser.add_argument("--weights", type=file_list, default=[], metavar="LIST", help=".caffemodel files to load first")
-    parser.add_argument("--data", action="store_true", help="time only the reading of the data layers")
-    add_device_options(parser, "default: the CPU")
-    add_state_options(parser)
-    add_dialect_option(parser)
+@dataclass(kw_only=True)
+class TimeCommand(NetDeviceOptions, ReadsNets):
+    """Time a model layer by layer.
 
-
-def run_time(args: argparse.Namespace) -> int:
-    """Time the net.
-
-    Raises:
-        ConfigError: no --model, or --data and no layer reads ahead.
-        CaffepyError: files, data or device cannot be used.
+    Print average forward and backward times of each layer, or with --data how many images a second each data layer
+    reads, and the share of each stage.
     """
-    if args.model is None:
-        raise ConfigError("time needs a net: caffepy time --model train_val.prototxt")
-    from caffepy.cli.nets import open_net
-    from caffepy.formats.proto import caffe_pb2
-    from caffepy.net.timing import measure, measure_data
 
-    with open_net(args, caffe_pb2.Phase.Value(args.phase), args.iterations, args.weights) as net:
-        if args.data:
-            _log_data_times(measure_data(net, args.iterations))
-            return 0
-        _warm_up(net)
-        logger.info("*** Benchmark begins ***")
-        logger.info("Testing for %d iterations.", args.iterations)
-        _log_times(net, measure(net, args.iterations, _log_iteration))
-        logger.info("*** Benchmark ends ***")
-    return 0
+    model: Path | None = option("the net's prototxt (needed)", file_name)
+    phase: str = option("the net's phase", default="TRAIN", choices=("TRAIN", "TEST"))
+    iterations: int = option("iterations to average over", positive, default=50)
+    weights: list[Path] = option(".caffemodel files to load first", file_list, default=[])
+    data: bool = switch("time only the reading of the data layers")
+
+    def run(self) -> int:
+        """Time the net.
+
+        Raises:
+            ConfigError: no --model, or --data and no layer reads ahead.
+            CaffepyError: files, data or device cannot be used.
+        """
+        if self.model is None:
+            raise ConfigError("time needs a net: caffepy time --model train_val.prototxt")
+        from caffepy.cli.nets import open_net
+        from caffepy.formats.proto import caffe_pb2
+        from caffepy.net.timing import measure, measure_data
+
+        with open_net(self.model, self, caffe_pb2.Phase.Value(self.phase), self.iterations, self.weights) as net:
+            if self.data:
+                _log_data_times(measure_data(net, self.iterations))
+                return 0
+            _warm_up(net)
+            logger.info("*** Benchmark begins ***")
+            logger.info("Testing for %d iterations.", self.iterations)
+            _log_times(net, measure(net, self.iterations, _log_iteration))
+            logger.info("*** Benchmark ends ***")
+        return 0
 
 
 def _log_data_times(times: list[DataTimes]) -> None:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import platform
 import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from caffepy import version
-from caffepy.cli.options import Parser, add_dialect_option, add_options, given_values
+from caffepy.cli.options import DialectOption, GpuOptions, ReadsNets
 from caffepy.cli.output import raise_once
 from caffepy.errors import ConfigError
-from caffepy.training.options import TrainOptions
-from caffepy.utils.options import file_name
+from caffepy.training.options import DEVICES, TrainOptions, TrainSettings
+from caffepy.utils.options import file_name, option, same_option
 
 if TYPE_CHECKING:
     from caffepy.cli.screen import TrainingScreen
@@ -25,56 +25,53 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_DESCRIPTION = """\
-Train the net that a solver prototxt names.
 
-  caffepy train --solver models/lenet/solver.prototxt --cpu
-  caffepy train --solver solver.prototxt --gpus 0,1
-  mpirun -np 2 caffepy train --solver solver.prototxt --gpus 0,1,2,3   # ranks of one host divide the list
-  caffepy train --solver solver.prototxt --snapshot auto"""
+@dataclass(kw_only=True)
+class TrainCommand(TrainSettings, GpuOptions, DialectOption, ReadsNets):
+    """Train or finetune a model.
 
+    Train the net that a solver prototxt names.
 
-def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command, its file options and the options of `TrainOptions`."""
-    parser = subparsers.add_parser("train", help="train or finetune a model", description=_DESCRIPTION)
-    parser.add_argument("--solver", type=file_name, metavar="FILE", help="the solver's prototxt (needed)")
-    parser.add_argument(
-        "--from-log",
-        type=file_name,
-        metavar="FILE",
-        help="instead of --solver: a training log, which contains solver and net",
-    )
-    add_options(parser, TrainOptions)
-    add_dialect_option(parser)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Train to the end, or until a signal stops it.
-
-    Raises:
-        ConfigError: the options conflict.
-        CaffepyError: files, data or devices cannot be used.
+      caffepy train --solver models/lenet/solver.prototxt --cpu
+      caffepy train --solver solver.prototxt --gpus 0,1
+      mpirun -np 2 caffepy train --solver solver.prototxt --gpus 0,1,2,3   # ranks of one host divide the list
+      caffepy train --solver solver.prototxt --snapshot auto
     """
-    try:
-        _check_options(args)
-    except ConfigError as error:
-        raise_once(error)
-    if args.gpus is not None:
-        _preload_cuda(args.gpus)
-    from caffepy.cli.screen import open_terminal
 
-    terminal = None if args.verbose else open_terminal()
-    if terminal is None:
-        _train(args, None)
+    solver: Path | None = option("the solver's prototxt (needed)", file_name)
+    from_log: Path | None = option("instead of --solver: a training log, which contains solver and net", file_name)
+    gpus: list[int] | str | None = same_option(TrainOptions, "devices", group=DEVICES)
+    cpu: bool = same_option(GpuOptions, "cpu", group=DEVICES)
+
+    def run(self) -> int:
+        """Train to the end, or until a signal stops it.
+
+        Raises:
+            ConfigError: the options conflict.
+            CaffepyError: files, data or devices cannot be used.
+        """
+        try:
+            _check_options(self)
+        except ConfigError as error:
+            raise_once(error)
+        if self.gpus is not None:
+            _preload_cuda(self.gpus)
+        from caffepy.cli.screen import open_terminal
+
+        terminal = None if self.verbose else open_terminal()
+        if terminal is None:
+            _train(self, None)
+            return 0
+        from caffepy.cli.screen import TrainingScreen
+
+        file = self.solver or self.from_log
+        assert file is not None
+        with TrainingScreen(terminal, file) as screen:
+            _train(self, screen)
         return 0
-    from caffepy.cli.screen import TrainingScreen
-
-    with TrainingScreen(terminal, args.solver or args.from_log) as screen:
-        _train(args, screen)
-    return 0
 
 
-def _train(args: argparse.Namespace, screen: TrainingScreen | None) -> None:
+def _train(args: TrainCommand, screen: TrainingScreen | None) -> None:
     from caffepy.training.p2p_manager import P2PManager
     from caffepy.utils.progress import progress_bar
 
@@ -106,7 +103,7 @@ def _preload_cuda(gpus: list[int] | str) -> None:
     preload_cuda([] if isinstance(gpus, str) or find_launcher() is not None else gpus)
 
 
-def make_options(args: argparse.Namespace) -> TrainOptions:
+def make_options(args: TrainCommand) -> TrainOptions:
     """Return the options of the training that the command line describes.
 
     Raises:
@@ -116,7 +113,7 @@ def make_options(args: argparse.Namespace) -> TrainOptions:
     from caffepy.formats.proto import caffe_pb2
     from caffepy.training.prepare import configure, train_options
 
-    param, values = _read_solver(args), given_values(args, TrainOptions)
+    param, values = _read_solver(args), args.given_values(TrainOptions)
     configure(param, args.solver, values)
     gpu_mode = param.solver_mode == caffe_pb2.SolverParameter.GPU
     if gpu_mode and args.gpus is None and not args.cpu:
@@ -125,19 +122,20 @@ def make_options(args: argparse.Namespace) -> TrainOptions:
     return train_options(param, args.solver, values, share_gpus=shares_gpus(args, gpu_mode))
 
 
-def _read_solver(args: argparse.Namespace) -> SolverParameter:
+def _read_solver(args: TrainCommand) -> SolverParameter:
     """Return the solver of --solver or --from-log. With --from-log, set `args.solver` to the original file."""
     from caffepy.formats.load import read_solver
     from caffepy.formats.logged_solver import read_logged_solver
 
-    if args.from_log is None:
-        return read_solver(args.solver)
-    param, folder = read_logged_solver(args.from_log)
-    args.solver = folder / "solver.prototxt"
-    return param
+    if args.from_log is not None:
+        param, folder = read_logged_solver(args.from_log)
+        args.solver = folder / "solver.prototxt"
+        return param
+    assert args.solver is not None
+    return read_solver(args.solver)
 
 
-def _check_options(args: argparse.Namespace) -> None:
+def _check_options(args: TrainCommand) -> None:
     if args.solver is not None and args.from_log is not None:
         raise ConfigError(
             "--solver and --from-log exclude each other: a log contains its solver; leave one of them out"
@@ -152,7 +150,7 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ConfigError("--cpu-solvers is for training on the CPU; with --gpu there is one solver per GPU")
 
 
-def _say_how_to_resume(args: argparse.Namespace, param: SolverParameter, iteration: int) -> None:
+def _say_how_to_resume(args: TrainCommand, param: SolverParameter, iteration: int) -> None:
     from caffepy.distributed.launch.run import LINE
     from caffepy.distributed.processes.launcher import find_launcher
     from caffepy.formats.paths import PathResolver

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caffepy.cli.options import Parser, add_device_options, add_dialect_option, add_options, given_values
+from caffepy.cli.options import NetDeviceOptions, ReadsNets, devices_option
 from caffepy.errors import ConfigError
-from caffepy.training.options import TrainOptions
-from caffepy.utils.options import file_name, record_shape
+from caffepy.training.options import TrainOptions, TrainSettings
+from caffepy.utils.options import file_name, option, record_shape, same_option
 
 if TYPE_CHECKING:
+    from caffepy.formats.paths import PathResolver
     from caffepy.formats.proto.caffe_pb2 import SolverParameter
 
 logger = logging.getLogger(__name__)
@@ -20,82 +21,83 @@ logger = logging.getLogger(__name__)
 PASSES = 16
 """Forward passes of a model: the first passes run eagerly, later ones as graphs."""
 
-_DESCRIPTION = """\
-Fill the caches of compiled kernels and tuned convolutions, for container images and shared machines: run one iteration
-of a solver's training with its tests, or forward passes of a model, on synthetic data.
 
-  caffepy warm-up --solver solver.prototxt --gpus 0
-  caffepy warm-up --model deploy.prototxt --cpu
+@dataclass(kw_only=True)
+class WarmUpCommand(NetDeviceOptions, ReadsNets):
+    """Compile and tune before the first run.
 
-Use the same devices, shapes and precision options as later commands."""
+    Fill the caches of compiled kernels and tuned convolutions, for container images and shared machines: run one
+    iteration of a solver's training with its tests, or forward passes of a model, on synthetic data.
 
+      caffepy warm-up --solver solver.prototxt --gpus 0
+      caffepy warm-up --model deploy.prototxt --cpu
 
-def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command and its options."""
-    parser = subparsers.add_parser("warm-up", help="compile and tune before the first run", description=_DESCRIPTION)
-    parser.add_argument("--solver", type=file_name, metavar="FILE", help="a solver's prototxt: train one iteration")
-    parser.add_argument("--model", type=file_name, metavar="FILE", help="or a net's prototxt: run it forward")
-    parser.add_argument(
-        "--shape", type=record_shape, metavar="C,H,W", help="shape of one record, if the data are missing"
-    )
-    add_device_options(parser, "default: the solver's solver_mode; for a model the CPU")
-    add_options(parser, TrainOptions, ("batch", "autotune", "deterministic", "level", "stage"))
-    add_dialect_option(parser)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the solver or the model once.
-
-    Raises:
-        ConfigError: neither or both of --solver and --model.
-        CaffepyError: files or devices cannot be used.
+    Use the same devices, shapes and precision options as later commands.
     """
-    if (args.solver is None) == (args.model is None):
-        raise ConfigError("warm-up needs either --solver or --model: caffepy warm-up --solver solver.prototxt")
-    if args.solver is not None:
-        _train(args)
-    else:
-        _predict(args)
-    from caffepy.utils.caches import cache_folder
 
-    logger.info("Later starts of this version on this machine use the caches in %s", cache_folder() or "no folder")
-    return 0
+    solver: Path | None = option("a solver's prototxt: train one iteration", file_name)
+    model: Path | None = option("or a net's prototxt: run it forward", file_name)
+    shape: tuple[int, ...] | None = option("shape of one record, if the data are missing", record_shape)
+    gpus: list[int] | str | None = devices_option("default: the solver's solver_mode; for a model the CPU")
+    batch: str = same_option(TrainSettings, "batch")
+    autotune: bool = same_option(TrainSettings, "autotune")
+    deterministic: bool = same_option(TrainSettings, "deterministic")
+
+    def run(self) -> int:
+        """Run the solver or the model once.
+
+        Raises:
+            ConfigError: neither or both of --solver and --model.
+            CaffepyError: files or devices cannot be used.
+        """
+        if (self.solver is None) == (self.model is None):
+            raise ConfigError("warm-up needs either --solver or --model: caffepy warm-up --solver solver.prototxt")
+        if self.solver is not None:
+            _train(self, self.solver)
+        elif self.model is not None:
+            _predict(self, self.model)
+        from caffepy.utils.caches import cache_folder
+
+        logger.info("Later starts of this version on this machine use the caches in %s", cache_folder() or "no folder")
+        return 0
 
 
-def _train(args: argparse.Namespace) -> None:
+def _train(args: WarmUpCommand, solver: Path) -> None:
     from caffepy.training.p2p_manager import P2PManager
 
-    P2PManager(lambda: _train_options(args)).run()
+    P2PManager(lambda: _train_options(args, solver)).run()
 
 
-def _train_options(args: argparse.Namespace) -> TrainOptions:
+def _train_options(args: WarmUpCommand, solver: Path) -> TrainOptions:
     from caffepy.cli.nets import shares_gpus, train_devices
     from caffepy.formats.load import read_solver
+    from caffepy.formats.paths import PathResolver
     from caffepy.formats.proto.caffe_pb2 import SolverParameter
     from caffepy.training.prepare import train_options
 
-    param = read_solver(args.solver)
+    param = read_solver(solver)
     gpu_mode = param.solver_mode == SolverParameter.GPU
-    values = given_values(args, TrainOptions)
-    values["devices"] = train_devices(args, gpu_mode, param, str(args.solver))
-    options = train_options(param, args.solver, values, share_gpus=shares_gpus(args, gpu_mode), keep_going=True)
+    values = args.given_values(TrainOptions)
+    values["devices"] = train_devices(args, gpu_mode, param, str(solver))
+    options = train_options(param, solver, values, share_gpus=shares_gpus(args, gpu_mode), keep_going=True)
     del param.weights[:]
-    _leave_out_data(param, args, 1 if options.batch == "per-device" else len(options.devices or [None]))
+    _leave_out_data(
+        param, args.shape, PathResolver(solver), 1 if options.batch == "per-device" else len(options.devices or [None])
+    )
     return replace(options, resume_since=None)
 
 
-def _leave_out_data(param: SolverParameter, args: argparse.Namespace, devices: int) -> None:
+def _leave_out_data(param: SolverParameter, shape: tuple[int, ...] | None, resolve: PathResolver, devices: int) -> None:
     """Limit a solver to one iteration and one pass of each test net on synthetic data, without snapshots."""
     from caffepy.backend.meta import MetaBackend
     from caffepy.cli.nets import record_shapes
-    from caffepy.formats.paths import PathResolver
     from caffepy.layers import LayerContext
     from caffepy.net.record_shape import without_data
     from caffepy.training.net_factory import NetFactory
 
-    factory = NetFactory(param, LayerContext(MetaBackend(), resolve=PathResolver(args.solver)))
+    factory = NetFactory(param, LayerContext(MetaBackend(), resolve=resolve))
     train, *tests = [
-        without_data(net, record_shapes(net, context, state, args.shape, logger.info), count, filler="gaussian")
+        without_data(net, record_shapes(net, context, state, shape, logger.info), count, filler="gaussian")
         for count, (net, context, state) in [
             (devices, factory.train_setup()),
             *((1, setup) for setup in factory.test_setups()),
@@ -121,7 +123,7 @@ def _leave_out_data(param: SolverParameter, args: argparse.Namespace, devices: i
     param.max_iter, param.snapshot_after_train = 1, False
 
 
-def _predict(args: argparse.Namespace) -> None:
+def _predict(args: WarmUpCommand, path: Path) -> None:
     import numpy as np
 
     from caffepy.backend import create_backend
@@ -134,16 +136,16 @@ def _predict(args: argparse.Namespace) -> None:
     from caffepy.net.record_shape import without_data
     from caffepy.training.devices import check_gpus
 
-    param, state = net_and_state(args, caffe_pb2.TEST)
-    refuse_net_without_layers(args.model, param, state)
-    context = LayerContext(MetaBackend(), phase=caffe_pb2.TEST, resolve=PathResolver(args.model))
+    param, state = net_and_state(path, args, caffe_pb2.TEST)
+    refuse_net_without_layers(path, param, state)
+    context = LayerContext(MetaBackend(), phase=caffe_pb2.TEST, resolve=PathResolver(path))
     shapes = record_shapes(param, context, state, args.shape, logger.info)
     param = without_data(param, shapes, as_inputs=True)
     param.state.CopyFrom(state)
     for device in check_gpus(args.gpus) if args.gpus is not None else [None]:
         backend = create_backend(device, args.threads, args.math, args.autotune, args.deterministic)
         try:
-            model = Model(param, LayerContext(backend, phase=caffe_pb2.TEST, resolve=PathResolver(args.model)), [])
+            model = Model(param, LayerContext(backend, phase=caffe_pb2.TEST, resolve=PathResolver(path)), [])
             for _ in range(PASSES):
                 model(**{name: np.zeros(shape, np.float32) for name, shape in model.inputs.items()})
             model.close()

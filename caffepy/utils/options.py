@@ -1,6 +1,6 @@
 """Options, declared once as fields of dataclasses, and whole numbers in texts from files, names and the environment.
 
-The field of an option has a default, a help text and a function that reads its text. The command line
+The field of an option has a default, a help text and a function that reads its text. The command lines
 (`cli/options.py`), the keywords of `caffepy.train`, the comparison of ranks and the table in the documents derive from
 the declarations. A function raises argparse.ArgumentTypeError where the text does not fit; the message becomes the
 command's. This module also has the options that several parts share. Nothing heavy is imported, so that `--help` stays
@@ -182,6 +182,18 @@ def gpu_list(text: str) -> list[int] | str:
 
 NUMBERS = (positive, natural, level, positive_seconds, positive_number, decay)
 """Types whose values Python programs give as numbers."""
+METAVARS: dict[Any, str] = {
+    Path: "FILE",
+    file_name: "FILE",
+    snapshot_name: "FILE",
+    **dict.fromkeys((positive, natural, level, gpu_number), "N"),
+    **dict.fromkeys((file_list, name_list, gpu_list), "LIST"),
+    positive_seconds: "SECONDS",
+    record_shape: "C,H,W",
+}
+"""The value in `--help` by the function that reads it, for options that give no other word."""
+NEEDED = MISSING
+"""The default of an option that must be given."""
 
 
 T = TypeVar("T")
@@ -195,15 +207,19 @@ class Option:
 
     Args:
         name: the field, which is the keyword of `caffepy.train`.
-        default: the value if it is not given.
+        default: the value if it is not given; `NEEDED`: it must be given.
         help: one line for `--help` and the documents, without the default.
         flags: on the command line; empty: none of its own.
-        parse: text to value, raises argparse.ArgumentTypeError; None: a switch, or one of `choices`.
-        choices: the values, if there are few.
+        parse: text to value, raises argparse.ArgumentTypeError; None: a switch if the default is a bool, else a text.
         metavar: the value in `--help`.
+        choices: the values, if there are few.
         group: the title under which `--help` lists it.
         per_rank: ranks may differ in it.
         repeatable: each occurrence on the command line adds a value.
+        positional: an argument without a flag.
+        nargs: of a positional argument, as for argparse.
+        excludes: options with the same word here exclude each other.
+        gflags: a switch that has gflags' spellings too: ``--name=true`` and ``--noname``.
     """
 
     name: str
@@ -211,42 +227,74 @@ class Option:
     help: str
     flags: tuple[str, ...]
     parse: Callable[[str], Any] | None = None
-    choices: tuple[str, ...] | None = None
     metavar: str | None = None
+    choices: tuple[str, ...] | None = None
     group: str = ""
     per_rank: bool = False
     repeatable: bool = False
+    positional: bool = False
+    nargs: str | None = None
+    excludes: str = ""
+    gflags: bool = False
 
     @property
     def default_text(self) -> str:
         """The default as documents show it; empty where there is none, or where it is off."""
         if isinstance(self.default, bool):
             return "on" if self.default else ""
-        number = isinstance(self.default, float)
-        return f"{self.default:g}" if number else str(self.default) if self.default else ""
+        if isinstance(self.default, float):
+            return f"{self.default:g}"
+        return str(self.default) if isinstance(self.default, int | str) and self.default else ""
 
     @property
     def described(self) -> str:
-        """The help text with the default."""
-        return f"{self.help} (default: {self.default_text})" if self.default_text else self.help
-
-    @property
-    def destination(self) -> str:
-        """The attribute of argparse's namespace."""
-        return self.flags[-1].lstrip("-").replace("-", "_") if self.flags else self.name
+        """The help text with the default, unless the text describes it."""
+        described = "(default" in self.help or not self.default_text
+        return self.help if described else f"{self.help} (default: {self.default_text})"
 
 
-def option(default: Any, help: str, **declared: Any) -> Any:
-    """A dataclass field that is an option; `declared` are further fields of `Option`, `flags` by default ``--name``."""
-    metadata = {_KEY: {"help": help, **declared}}
+def option(
+    help: str,
+    parse: Callable[[str], Any] | None = None,
+    metavar: str | None = None,
+    *,
+    default: Any = None,
+    **further: Any,
+) -> Any:
+    """A dataclass field that is an option; `further` are fields of `Option`, `flags` by default ``--name``."""
+    metadata = {_KEY: {"help": help, "parse": parse, "metavar": metavar or METAVARS.get(parse), **further}}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
+def switch(help: str, *, default: bool = False, **further: Any) -> Any:
+    """A dataclass field that is an option without a value."""
+    return option(help, default=default, **further)
+
+
+def argument(*declared: Any, default: Any = NEEDED, **further: Any) -> Any:
+    """A dataclass field that is a positional argument, declared as for `option`; with a default it may be left out."""
+    return option(*declared, default=default, positional=True, **further)
+
+
+def gpus_option(help: str, **further: Any) -> Any:
+    """A dataclass field that is --gpu."""
+    return option(help, gpu_list, flags=("--gpu", "--gpus"), excludes="device", **further)
+
+
+def same_option(cls: Any, name: str, **changed: Any) -> Any:
+    """A dataclass field that is the same option as another class's, outside of its group."""
+    (one,) = (one for one in options_of(cls) if one.name == name)
+    settings = {declared.name: getattr(one, declared.name) for declared in fields(one) if declared.name != "name"}
+    return option(**settings | {"group": ""} | changed)
+
+
 def options_of(cls: Any) -> list[Option]:
-    """The options that a dataclass declares, in their order; a field that is a dataclass contributes its own."""
-    return [one for declared in fields(cls) for one in _options_of_field(declared)]
+    """The options that a dataclass declares, then its bases'; a field that is a dataclass contributes its own."""
+    order = [name for base in cls.__mro__ for name in base.__dict__.get("__annotations__", ())]
+    declared = sorted(fields(cls), key=lambda one: order.index(one.name))
+    return [option for one in declared for option in _options_of_field(one)]
 
 
 def _options_of_field(declared: Field[Any]) -> list[Option]:
@@ -271,6 +319,17 @@ def option_values(options: Any) -> Iterator[tuple[Option, Any]]:
             yield from option_values(value)
         else:
             yield from ((one, value) for one in _options_of_field(declared))
+
+
+def from_values(cls: type[T], values: Mapping[str, Any]) -> T:
+    """Return an instance with these values of its options and of its groups' options."""
+    settings: dict[str, Any] = {}
+    for declared in fields(cls):  # type: ignore[arg-type]
+        if _is_group(declared):
+            settings[declared.name] = from_values(declared.default_factory, values)  # type: ignore[arg-type]
+        elif _KEY in declared.metadata:
+            settings[declared.name] = values[declared.name]
+    return cls(**settings)
 
 
 def with_values(options: T, values: Mapping[str, Any]) -> T:
@@ -313,31 +372,6 @@ def check_values(options: Any) -> None:
                 raise ConfigError(f"{one.name}: {error}") from error
 
 
-_GROUP = "nets of Caffe forks"
-
-
-@dataclass(frozen=True)
-class ExtensionOptions:
-    """What a command adds to caffepy's schema and layer types before it reads nets."""
-
-    proto: Path | None = option(
-        None,
-        "a fork's caffe.proto: its fields and numbers are used too; also by CAFFEPY_PROTO",
-        parse=file_name,
-        metavar="FILE",
-        group=_GROUP,
-    )
-    plugins: list[str] = option(
-        [],
-        "a Python file or module that registers layer types; may be given several times",
-        flags=("--plugin",),
-        parse=plugin_name,
-        metavar="MODULE",
-        group=_GROUP,
-        repeatable=True,
-    )
-
-
 MATH_MODES = ("fp32", "tf32")
 """How a GPU multiplies: in full float32, or on tensor cores, which round factors to ten bits of mantissa."""
 TIMEOUT = 300.0
@@ -345,7 +379,6 @@ TIMEOUT = 300.0
 MAX_SKIPPED = 50
 """Updates skipped in a row, because gradients are not finite, after which training ends."""
 
-"""What decodes images."""
 _ENGINE = "GPU engine"
 KEEP_GROUP = "which snapshots stay"
 
@@ -354,16 +387,16 @@ KEEP_GROUP = "which snapshots stay"
 class ExecutionOptions:
     """How a solver's iterations are run on the device; results are the same to rounding with each."""
 
-    eager: bool = option(False, "run layer by layer instead of replaying captured graphs", group=_ENGINE)
-    fuse: bool = option(True, "compute groups of layers as one", group=_ENGINE)
-    share: bool = option(True, "let blobs that are never needed at the same time share memory", group=_ENGINE)
-    autotune: bool = option(
-        True, "time the algorithms for each convolution on the GPU once and remember the fastest", group=_ENGINE
+    eager: bool = switch("run layer by layer instead of replaying captured graphs", group=_ENGINE)
+    fuse: bool = switch("compute groups of layers as one", default=True, group=_ENGINE)
+    share: bool = switch("let blobs that are never needed at the same time share memory", default=True, group=_ENGINE)
+    autotune: bool = switch(
+        "time the algorithms for each convolution on the GPU once and remember the fastest", default=True, group=_ENGINE
     )
-    deterministic: bool = option(
-        True,
+    deterministic: bool = switch(
         "the same bits in every run; without it BatchNorm in half precision takes its sums from convolutions that "
         "round differently each time, which is faster",
+        default=True,
         group=_ENGINE,
     )
 
@@ -376,17 +409,13 @@ class RetentionPolicy:
     """
 
     keep_last: int = option(
-        0,
-        "keep the K newest snapshots with this prefix, not all",
-        parse=positive,
-        metavar="K",
-        group=KEEP_GROUP,
+        "keep the K newest snapshots with this prefix, not all", positive, "K", default=0, group=KEEP_GROUP
     )
     keep_best: str = option(
-        "",
         "keep also the snapshot with the best SCORE, an output of a test net or 'loss'; implies --keep-last 1",
-        parse=str,
-        metavar="SCORE",
+        str,
+        "SCORE",
+        default="",
         group=KEEP_GROUP,
     )
 

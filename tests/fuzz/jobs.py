@@ -15,8 +15,8 @@ from fuzz import seeds
 from fuzz.mutate import TEXTS, WORDS, Random, damage_text
 from fuzz.target import BinaryTarget, Target, TextTarget, reads
 
-from caffepy.cli.launch import make_job
-from caffepy.cli.main import build_parser
+from caffepy.cli.launch import LaunchCommand, make_job
+from caffepy.cli.main import parse
 from caffepy.cli.options import normalise
 from caffepy.distributed.launch.launchers import Job, find_allocation, read_hostfile, srun_line
 from caffepy.distributed.processes.launcher import find_launcher, refuse_foreign_launcher
@@ -242,9 +242,9 @@ class CommandLine(Target):
     def use(self, data: bytes) -> None:
         arguments = normalise(json.loads(data))
         with contextlib.suppress(SystemExit):
-            args = build_parser(arguments).parse_strictly(arguments)
-            if args.command == "launch":
-                make_job(args, None)
+            command = parse(arguments)
+            if isinstance(command, LaunchCommand):
+                make_job(command, None)
 
 
 def _changed(word: str, random: Random) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 from contextlib import suppress
 from pathlib import Path
@@ -174,12 +173,12 @@ class Verify(Target):
         return name.encode() + b"\n" + data
 
     def use(self, data: bytes) -> None:
-        from caffepy.cli.files import run_snapshot as run
+        from caffepy.cli.files import SnapshotCommand
 
         name, _, content = data.partition(b"\n")
         self.path = self.folder / name.decode()
         self.path.write_bytes(content)
-        run(argparse.Namespace(files=[self.path]))
+        SnapshotCommand(action="verify", files=[self.path]).run()
 
 
 class Restore(SnapshotTarget):

@@ -15,9 +15,9 @@ import pytest
 
 import caffepy
 from caffepy import distributed
-from caffepy.cli.main import build_parser, main
+from caffepy.cli.main import COMMANDS as ALL_COMMANDS
+from caffepy.cli.main import command_class, main, parse
 from caffepy.cli.options import normalise
-from caffepy.training.options import TrainOptions
 from caffepy.utils.options import options_of
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +64,7 @@ DOCUMENTED = sorted(
 @pytest.mark.parametrize("command", [*COMMANDS, *DOCUMENTED])
 def test_commands_are_understood(command: str):
     arguments = normalise(shlex.split(command)[1:])
-    assert build_parser(arguments).parse_strictly(arguments).command == arguments[0]
+    assert isinstance(parse(arguments), command_class(arguments[0]))
 
 
 def test_there_are_commands():
@@ -147,8 +147,9 @@ def programs() -> dict[str, str]:
     folders = ("caffepy", "benchmarks", "tests", "models", "tools", "docs")
     texts = {name_of(path): path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py")}
     texts["setup.py"] = (ROOT / "setup.py").read_text()
-    declared = [(flag, one.default is True) for one in options_of(TrainOptions) for flag in one.flags]
-    flags = [name for flag, switch in declared for name in (flag, flag.replace("--", "--no-"))[: 1 + switch]]
+    declared = [one for name in ALL_COMMANDS for one in options_of(command_class(name)) if not one.positional]
+    flags = {flag for one in declared for flag in one.flags}
+    flags |= {flag.replace("--", "--no-") for one in declared if one.default is True for flag in one.flags}
     return texts | {"declared options": " ".join(f'"{flag}"' for flag in flags)}
 
 

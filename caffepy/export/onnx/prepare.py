@@ -52,7 +52,7 @@ class Settings:
     """
 
     phase: int = caffe_pb2.TEST
-    level: int = 0
+    level: int | None = None
     stages: Sequence[str] = field(default_factory=tuple)
     batch: int | None = None
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import cv2
@@ -15,9 +16,10 @@ import numpy as np
 import pytest
 
 from caffepy.cli.main import ALIASES, COMMANDS, GROUPS, expand, main
-from caffepy.cli.options import Parser, add_switch, normalise
+from caffepy.cli.options import Parser, add_options, normalise
 from caffepy.data.conversion import image_sets as image_records
 from caffepy.formats.proto.caffe_pb2 import Datum
+from caffepy.utils.options import argument, switch
 
 PROGRAMS = Path(__file__).resolve().parents[3] / "tools"
 IMAGES = np.random.default_rng(2).integers(0, 256, (4, 6, 8, 3), np.uint8)
@@ -66,9 +68,13 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 
     ],
 )
 def test_switches_in_gflags_spellings(words: str, wanted: bool):
+    @dataclass(kw_only=True)
+    class Options:
+        check_size: bool = switch("compare sizes", gflags=True)
+        name: str = argument("a name")
+
     parser = Parser(prog="tool")
-    add_switch(parser, "check-size", "compare sizes")
-    parser.add_argument("name")
+    add_options(parser, Options)
     args = parser.parse_strictly(normalise([*words.split(), "db"]))  # the switch takes no word behind it
     assert (args.check_size, args.name) == (wanted, "db")
     assert "--check-size" in parser.format_help() and "=true" not in parser.format_help()

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from subprocess_training import find_mpirun, program_environment
 
-from caffepy.cli.launch import make_start
-from caffepy.cli.main import build_parser, main
+from caffepy.cli.launch import LaunchCommand, make_start
+from caffepy.cli.main import main, parse
 from caffepy.distributed.launch.run import LaunchPlan
 
 PYTHON = sys.executable
@@ -253,8 +253,9 @@ def test_ranks_without_mpi_do_not_see_the_step_that_started_their_parent(monkeyp
 
 def start_of(*arguments: str) -> LaunchPlan:
     """How a job would be started."""
-    words = ["launch", *arguments]
-    return make_start(build_parser(words).parse_strictly(words))
+    command = parse(["launch", *arguments])
+    assert isinstance(command, LaunchCommand)
+    return make_start(command)
 
 
 def test_what_is_known_of_training() -> None:

@@ -6,19 +6,20 @@ import argparse
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from caffepy.cli.main import COMMANDS, build_parser
+from caffepy.cli.main import parse as parse_command
 from caffepy.cli.options import normalise
 from caffepy.cli.train import make_options as train_options
 from caffepy.errors import ConfigError
 from caffepy.utils import options
 
 
-def parse(*arguments: str) -> argparse.Namespace:
-    given = normalise(arguments)
-    return build_parser(given).parse_strictly(given)
+def parse(*arguments: str) -> Any:
+    return parse_command(normalise(arguments))
 
 
 @pytest.mark.parametrize("dashes, joined", list(itertools.product(("-", "--"), (True, False))))

@@ -128,7 +128,7 @@ CAFFES = {
 """Outputs of Caffe's tools, which replace a file as in Caffe."""
 OWN_RULES = {
     "create_annoset.exampledir": "a link, which SSD's script replaces; never a file",
-    "train.log": "rows of an earlier training go to NAME.bak; another file is refused",
+    "train.loggers": "rows of an earlier training go to NAME.bak; another file is refused",
 }
 """Outputs with a rule of their own, which other tests hold."""
 WRITE_NOTHING = "bench completion device_query launch net snapshot test test_detection time warm-up"
@@ -136,7 +136,7 @@ WRITE_NOTHING = "bench completion device_query launch net snapshot test test_det
 READ = (
     "calibrate calibrate_network classes data files from_log hostfile image_file images input_db input_folder "
     "label_file label_map label_map_file labels like listfile log mapfile mean_file model name_id_file net "
-    "old plugin profile proto rootfolder snapshot solver source weights"
+    "old plugins profile proto rootfolder snapshot solver source weights"
 )
 """Arguments that name files or folders which are read."""
 OTHER = "blobs delimiter encode_type export ext hosts keep_best master_addr mpirun names outputs program stage"

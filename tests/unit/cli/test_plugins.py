@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from caffepy.cli.main import COMMANDS, WITHOUT_NETS, build_parser, main
-from caffepy.cli.options import import_plugin
+from caffepy.cli.main import COMMANDS, GROUPS, command_class, main, parse
+from caffepy.cli.options import ReadsNets, import_plugin
 from caffepy.errors import ConfigError
 
 
@@ -66,17 +66,16 @@ def test_what_cannot_be_imported(tmp_path: Path, name: str, text: str | None, er
 
 
 def test_every_command_that_reads_nets_has_both_options() -> None:
-    commands = next(action.choices for action in build_parser()._actions if action.dest == "command")
-    assert set(commands) == set(COMMANDS)
-    for name, command in commands.items():
-        options = {option for action in command._actions for option in action.option_strings}
-        assert options.issuperset(("--proto", "--plugin")) == (name not in WITHOUT_NETS)
+    without = {name for name in COMMANDS if not issubclass(command_class(name), ReadsNets)}
+    others = {"data", "new", "models", "device_query", "launch", "bench", "parse_log", "plot_training_log", "shims"}
+    assert without == {*others, "completion", *GROUPS["data sets"]}
 
 
 def test_plugins_are_added_up() -> None:
     words = ["time", "--model", "m", "--proto", "a.proto", "--plugin", "a", "--plugin", "b.py"]
-    args = build_parser(words).parse_strictly(words)
-    assert (str(args.proto), args.plugin) == ("a.proto", ["a", "b.py"])
+    args = parse(words)
+    assert isinstance(args, ReadsNets)
+    assert (str(args.proto), args.plugins) == ("a.proto", ["a", "b.py"])
 
 
 def test_mistakes_are_reported_before_the_command_runs(capsys: pytest.CaptureFixture[str]) -> None:

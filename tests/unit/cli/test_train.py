@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from caffepy.cli import train
-from caffepy.cli.main import build_parser, main
+from caffepy.cli.main import main, parse
 from caffepy.cli.options import normalise
 from caffepy.errors import ConfigError
 from caffepy.formats.proto.caffe_pb2 import SolverParameter
@@ -25,9 +25,10 @@ OPTIONS = [shlex.split(option) for option in f"{WORDS}|--math=fp32".split("|")]
 STARTS = [[], ["--snapshot", "old.solverstate"], ["-snapshot=auto"], ["--weights", "a.caffemodel,b"], ["-weights=c"]]
 
 
-def parse(arguments: list[str]) -> dict[str, object]:
-    parsed = build_parser(arguments).parse_strictly(arguments)
-    return {name: value for name, value in vars(parsed).items() if name != "parser"}
+def values(arguments: list[str]) -> dict[str, object]:
+    command = parse(arguments)
+    assert command is not None
+    return {name: value for name, value in vars(command).items() if name != "arguments"}
 
 
 @given(st.permutations(OPTIONS), st.integers(0, len(OPTIONS)), st.sampled_from(STARTS), st.data())
@@ -39,7 +40,7 @@ def test_it_has_every_option_that_was_given(
     arguments = normalise(["train", *(word for option in chosen for word in option)])
     again = train.resuming(arguments, STATE)
     read_by_a_shell = normalise(shlex.split(shlex.join(again)))
-    assert parse(read_by_a_shell) == {**parse(arguments), "snapshot": str(STATE), "weights": []}
+    assert values(read_by_a_shell) == {**values(arguments), "snapshot": str(STATE), "weights": []}
     assert sum(word.startswith(("--snapshot", "--weights")) for word in again) == 1
 
 
@@ -52,8 +53,8 @@ def said(caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.M
 
 def say(iteration: int, **fields: object) -> None:
     arguments = normalise(["train", "-solver", "s.prototxt", "--weights=w.caffemodel", "-sync_bn"])
-    args = build_parser(arguments).parse_strictly(arguments)
-    args.arguments = arguments
+    args = parse(arguments)
+    assert isinstance(args, train.TrainCommand)
     train._say_how_to_resume(args, SolverParameter(max_iter=10, snapshot_prefix="x", **fields), iteration)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import threading
@@ -15,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caffepy.cli import nets as devices
+from caffepy.cli.options import GpuOptions
 from caffepy.distributed.placement import (
     Cores,
     GpuClaim,
@@ -196,7 +196,7 @@ def test_only_launched_ranks_without_named_gpus_share(
         monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", size)
     asked: list[Any] = []
     monkeypatch.setattr(devices, "check_gpus", lambda wanted: asked.append(wanted) or [7])
-    args = argparse.Namespace(gpus=gpus, cpu=cpu)
+    args = GpuOptions(gpus=gpus, cpu=cpu)
     assert devices.shares_gpus(args, gpu_mode) == shares
     found = devices.train_devices(args, gpu_mode, SolverParameter(device_id=3), "solver.prototxt")
     if cpu or not gpu_mode:
@@ -207,7 +207,7 @@ def test_only_launched_ranks_without_named_gpus_share(
 
 def test_a_list_of_devices_names_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "check_gpus", lambda wanted: wanted)
-    args = argparse.Namespace(gpus=None, cpu=False)
+    args = GpuOptions(gpus=None, cpu=False)
     assert devices.train_devices(args, True, SolverParameter(device_ids=[0, 2]), "solver.prototxt") == [0, 2]
 
 

@@ -19,8 +19,10 @@ from types import ModuleType
 
 import pytest
 
-from caffepy.cli.main import build_parser
+from caffepy.cli.launch import LaunchCommand
+from caffepy.cli.main import parse
 from caffepy.cli.options import normalise
+from caffepy.cli.train import TrainCommand
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PLAIN, EDITABLE = "pip install --quiet --no-compile '.[mpi]'", "pip install --quiet --editable '.[mpi,test,dev]'"
@@ -264,10 +266,9 @@ def commands_of_examples() -> list[str]:
 @pytest.mark.parametrize("command", commands_of_examples(), ids=["Slurm", "Kubernetes"])
 def test_commands_of_the_examples_are_understood(command: str):
     arguments = normalise(shlex.split(command)[1:])
-    launched = build_parser(arguments).parse_strictly(arguments)
-    assert launched.command == "launch"
+    assert isinstance(parse(arguments), LaunchCommand)
     training = arguments[arguments.index("--") + 1 :]
-    assert build_parser(training).parse_strictly(training).command == "train"
+    assert isinstance(parse(training), TrainCommand)
 
 
 def test_the_dockerfile_has_a_target_for_each_kind_of_machine():
