@@ -193,7 +193,9 @@ def _run(arguments: list[str], verbose: bool) -> int:
         return ConfigError.exit_status
     command.verbose = verbose
     signals = _ended_in_order() if _command_word(arguments) in WRITERS else nullcontext()
-    with _dialect(command.dialect if isinstance(command, DialectOption) else None), signals:
+    dialect = command.dialect if isinstance(command, DialectOption) else None
+    ignored = command.ignore_fields if isinstance(command, ReadsNets) else None
+    with _dialect(dialect), _ignoring(ignored), signals:
         status = command.run()
     sys.stdout.flush()
     return status
@@ -253,6 +255,15 @@ def _dialect(name: str | None) -> AbstractContextManager[None]:
     from caffepy.formats.dialect import override_dialect
 
     return override_dialect(name)
+
+
+def _ignoring(names: str | None) -> AbstractContextManager[None]:
+    """Return a context manager that applies --ignore-fields, if given."""
+    if names is None:
+        return nullcontext()
+    from caffepy.formats.ignore import ignoring
+
+    return ignoring(names)
 
 
 def build_parser(arguments: Sequence[str] = ()) -> Parser:

@@ -23,6 +23,7 @@ from caffepy.training.options import TrainSettings
 from caffepy.utils.options import (
     NEEDED,
     Option,
+    field_names,
     file_name,
     gpus_option,
     option,
@@ -269,6 +270,13 @@ class ReadsNets(Command):
         flags=("--plugin",),
         group=_FORKS,
         repeatable=True,
+    )
+    ignore_fields: str | None = option(
+        "fields to leave out of prototxts: PoolingParameter.dilation,NetParameter.x, or 'all' that the schema lacks; "
+        "the log names them; also by CAFFEPY_IGNORE_FIELDS",
+        field_names,
+        "NAMES",
+        group=_FORKS,
     )
 
 

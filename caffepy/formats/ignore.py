@@ -10,6 +10,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -44,6 +45,27 @@ def ignored_fields(more: Iterable[str] = ()) -> frozenset[str]:
                 f"PoolingParameter.dilation, or {ALL}"
             )
     return names
+
+
+@contextmanager
+def ignoring(names: str) -> Iterator[None]:
+    """Leave out fields within a `with` block, in this process and in those that it starts.
+
+    Args:
+        names: as CAFFEPY_IGNORE_FIELDS, which they replace.
+
+    Raises:
+        ConfigError: see `ignored_fields`.
+    """
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = names
+    try:
+        ignored_fields()
+        yield
+    finally:
+        del os.environ[VARIABLE]
+        if before is not None:
+            os.environ[VARIABLE] = before
 
 
 @dataclass

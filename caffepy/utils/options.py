@@ -53,6 +53,11 @@ def plugin_name(text: str) -> str:
     return given(text, "a Python file or module")
 
 
+def field_names(text: str) -> str:
+    """Names of fields, divided by commas."""
+    return given(text, "Message.field or 'all'")
+
+
 def assignment(text: str) -> str:
     """``FIELD=VALUE``."""
     if not re.match(r"[^=]*\w[^=]*=", text):

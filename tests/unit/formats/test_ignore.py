@@ -10,6 +10,7 @@ from google.protobuf import text_format
 from hypothesis import given
 from hypothesis import strategies as st
 
+from caffepy.cli.main import main
 from caffepy.errors import ConfigError
 from caffepy.formats.ignore import ignored_fields, leave_out
 from caffepy.formats.load import read_net
@@ -89,3 +90,19 @@ def test_a_text_that_does_not_parse_has_the_parsers_error(text: str) -> None:
 def test_a_name_without_its_message_is_refused() -> None:
     with pytest.raises(ConfigError, match="'dilation' is not the name of a field; write Message.field"):
         ignored_fields(["dilation"])
+
+
+def test_the_option_holds_for_its_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "net.prototxt"
+    path.write_text(
+        'layer { name: "x" type: "Input" top: "x" input_param { shape { dim: 1 dim: 2 dim: 3 dim: 3 } } }\n'
+        'layer { name: "c" type: "Convolution" bottom: "x" top: "c" convolution_param { num_output: 3 kernel_size: 1 '
+        "gen_mode: 1 } }"
+    )
+    command = ["net", "--model", str(path)]
+    assert main([*command, "--ignore-fields", "ConvolutionParameter.gen_mode"]) == 0
+    assert 'ConvolutionParameter.gen_mode is ignored in layer "c"' in capsys.readouterr().err
+    assert main(command) == 2
+    assert "--ignore-fields ConvolutionParameter.gen_mode" in capsys.readouterr().err
+    assert main([*command, "--ignore-fields", "gen_mode"]) == 2
+    assert "'gen_mode' is not the name of a field" in capsys.readouterr().err
