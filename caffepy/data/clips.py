@@ -16,17 +16,16 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.datum import as_channels_first, decode_image, opencv, resize_image
+from caffepy.data.images import as_channels_first, opencv, read_image, resize_image
 from caffepy.data.mean import read_volume_mean
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng
 from caffepy.data.sampler import SampleLoader, Sampler
 from caffepy.data.sources.databases import hash_of
-from caffepy.data.sources.image_list import MAX_IMAGE_BYTES, list_lines
+from caffepy.data.sources.image_list import list_lines
 from caffepy.data.transform import check_transform
 from caffepy.errors import ConfigError, DataError
 from caffepy.formats.proto import caffe_pb2
-from caffepy.utils.files import read_regular
 
 logger = logging.getLogger(__name__)
 
@@ -103,17 +102,15 @@ class ClipList:
 # -- reading frames ------------------------------------------------------------------------------------
 
 
-def read_image(path: str, size: tuple[int, int] | None, gray: bool = False) -> Pixels:
+def read_frame(path: str, size: tuple[int, int] | None, gray: bool = False) -> Pixels:
     """Return an image file as (C, H, W) of one or three channels, resized to `size`.
 
     Raises:
         DataError: it cannot be read or decoded; the message names it.
     """
     try:
-        image = decode_image(read_regular(path, MAX_IMAGE_BYTES), force_color=not gray, force_gray=gray)
+        image = read_image(path, force_color=not gray, force_gray=gray)
         return image if size is None else resize_image(image, *size)
-    except OSError as error:
-        raise DataError(f"'{path}' cannot be read: {error.strerror}") from error
     except DataError as error:
         raise DataError(f"'{path}' {error}") from error
 
@@ -126,7 +123,7 @@ def read_folder(path: str, first: int, length: int, step: int, size: tuple[int, 
     Raises:
         DataError: a frame cannot be read, or the frames differ in size.
     """
-    return _stacked([read_image(f"{path}/{first + i * step:06d}.jpg", size) for i in range(length)], path)
+    return _stacked([read_frame(f"{path}/{first + i * step:06d}.jpg", size) for i in range(length)], path)
 
 
 def read_video(path: str, first: Callable[[int], int], length: int, step: int, size: tuple[int, int] | None) -> Pixels:
@@ -488,7 +485,7 @@ class SegmentClips:
         return [self._image(folder, (number,), self._param.grayscale)]
 
     def _image(self, folder: str, values: tuple[object, ...], gray: bool) -> Pixels:
-        return read_image(f"{folder}/{self._pattern % values}", self._size, gray)
+        return read_frame(f"{folder}/{self._pattern % values}", self._size, gray)
 
 
 # -- batches -------------------------------------------------------------------------------------------

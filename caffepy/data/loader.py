@@ -23,14 +23,17 @@ from numpy.typing import NDArray
 
 from caffepy.backend.cpu.jit.deferred import JitThreshold
 from caffepy.backend.types import ByteImages, ImageSlot
-from caffepy.data.datum import (
+from caffepy.data.datum import parse_datum, stored_image
+from caffepy.data.images import (
+    CUBIC,
+    LINEAR,
+    Image,
     copy_planes,
-    datum_shape,
     decode_image,
     decode_plain_jpeg,
-    parse_datum,
     resize_image,
     single_threaded_opencv,
+    without_ipp,
 )
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng, sample_rngs
@@ -38,7 +41,6 @@ from caffepy.data.sampler import Sampler
 from caffepy.data.sources.databases import RecordSource
 from caffepy.data.sources.image_list import ImageListSource
 from caffepy.data.transform import CropParams, DataTransformer
-from caffepy.data.transforms.pixels import Image, without_ipp
 from caffepy.data.workers import Workers, keep_freed_memory
 from caffepy.errors import CaffepyError, DataError
 from caffepy.formats.blobs import check_shape
@@ -591,12 +593,10 @@ class DatumLoader(ImageLoader):
             self._warn_once("force_color and force_gray affect encoded images only")
         if transformer.adds_noise:
             self._warn_once("noise_param affects encoded records only, as in Caffe")
-        if len(data):
-            pixels = np.frombuffer(data, np.uint8).reshape(datum_shape(datum, len(data), "bytes"))
-            # NVIDIA Caffe resizes raw images in float32, without rounding
-            return pixels.astype(np.float32) if transformer.nvidia and transformer.resizes_randomly else pixels
-        shape = datum_shape(datum, len(datum.float_data), "floats")
-        return np.array(datum.float_data, np.float32).reshape(shape)
+        pixels = stored_image(datum, data)
+        # NVIDIA Caffe resizes raw images in float32, without rounding
+        in_floats = transformer.nvidia and transformer.resizes_randomly
+        return pixels.astype(np.float32, copy=False) if in_floats else pixels
 
     def _decode(self, data: bytes | memoryview) -> NDArray[np.uint8]:
         start, transformer = perf_counter(), self._transformer
@@ -669,7 +669,7 @@ class ImageFileLoader(ImageLoader):
         if self._new_dim:
             factor = np.float32(self._new_dim) / np.float32(min(image.shape[1:]))
             rows, columns = (math.floor(float(factor * np.float32(side)) + 0.5) for side in image.shape[1:])
-            return resize_image(image, rows, columns, self._bicubic)
+            return resize_image(image, rows, columns, CUBIC if self._bicubic else LINEAR)
         return image if size is None else resize_image(image, *size)
 
     def fill_cache(self) -> None:

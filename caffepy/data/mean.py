@@ -12,7 +12,8 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from caffepy.backend.cpu.jit.deferred import cpu_count
-from caffepy.data.datum import datum_shape, decode_image, parse_datum
+from caffepy.data.datum import parse_datum, stored_image
+from caffepy.data.images import decode_image
 from caffepy.data.sources.databases import LevelDbSource, LmdbSource, RecordSource, is_leveldb
 from caffepy.data.workers import Progress, ordered_map
 from caffepy.errors import DataError
@@ -232,12 +233,7 @@ def _image(source: RecordSource, number: int) -> Values:
     """Return the image of a record; an encoded image keeps its channels."""
     try:
         datum, data = parse_datum(source.read(number))
-        if datum.encoded:
-            return decode_image(data)
-        if len(data):
-            return np.frombuffer(data, np.uint8).reshape(datum_shape(datum, len(data), "bytes"))
-        values = np.array(datum.float_data, np.float32)
-        return values.reshape(datum_shape(datum, values.size, "floats"))
+        return decode_image(data) if datum.encoded else stored_image(datum, data)
     except DataError as error:
         if str(error).startswith(source.description):  # an error of the whole database
             raise

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.data.images import Image, Pixels, to_image, to_pixels, without_ipp
 from caffepy.data.mean import read_mean
 from caffepy.data.random import SampleRng, below, sample_words
 from caffepy.data.sources.databases import hash_of
@@ -32,7 +33,6 @@ from caffepy.data.transforms.im_transforms import (
     random_resize,
     resizes_randomly,
 )
-from caffepy.data.transforms.pixels import Image, Pixels, to_image, to_pixels, without_ipp
 from caffepy.errors import ConfigError, DataError
 from caffepy.formats.proto import caffe_pb2
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.data.datum import opencv
+from caffepy.data.images import encode, opencv
 from caffepy.errors import ConfigError, DataError
 from caffepy.formats.proto import caffe_pb2
 from caffepy.formats.prototxt import decode_text, parse_text
@@ -109,13 +109,11 @@ def draw_boxes(image: Floats, boxes: Sequence[Box], path: Path) -> None:
     for box in reversed(boxes):
         _draw_box(cv2, canvas, box, thickness)
     try:
-        done, data = cv2.imencode(path.suffix or ".png", canvas)
-    except cv2.error:
-        done, data = False, None
-    if not done:
-        raise ConfigError(f"'{path}': the suffix must be .png or .jpg")
+        content = encode(canvas, path.suffix or ".png")
+    except DataError as error:
+        raise ConfigError(f"'{path}': the suffix must be .png or .jpg") from error
     with atomic_write(path) as file:
-        file.write(data.tobytes())
+        file.write(content)
 
 
 def _draw_box(cv2: Any, canvas: Any, box: Box, thickness: int) -> None:

@@ -20,12 +20,12 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.datum import is_png, opencv, sanitize_png
+from caffepy.data.images import decode, read_file
 from caffepy.data.mean import read_mean
 from caffepy.data.sources.image_list import list_lines
 from caffepy.errors import ConfigError, DataError, UserError
 from caffepy.infer.input_transform import ImagePreparation, warn_about_small_crop
-from caffepy.utils.files import open_regular, read_regular
+from caffepy.utils.files import open_regular
 from caffepy.utils.installation import MissingExtraError
 
 Floats = NDArray[Any]
@@ -51,7 +51,10 @@ def load_image(filename: str | Path, color: bool = True) -> NDArray[np.float32]:
     Raises:
         DataError: the file cannot be read or decoded.
     """
-    pixels = _decode(filename)
+    try:
+        pixels = decode(read_file(filename))
+    except DataError as error:
+        raise DataError(f"image '{filename}' {error}") from error
     image = pixels / np.iinfo(pixels.dtype).max if pixels.dtype.kind == "u" else pixels.astype(float)
     if image.ndim == 2:
         image = image[:, :, np.newaxis]
@@ -60,24 +63,6 @@ def load_image(filename: str | Path, color: bool = True) -> NDArray[np.float32]:
     if color:
         image = np.tile(image, (1, 1, 3)) if image.shape[2] == 1 else image[:, :, 2::-1]
     return np.ascontiguousarray(image, dtype=np.float32)
-
-
-def _decode(filename: str | Path) -> NDArray[Any]:
-    """Decode an image file with OpenCV to (H, W) or (H, W, K) in BGR(A) order."""
-    cv2 = opencv()
-    try:
-        data: bytes | memoryview = read_regular(filename, _MAX_BYTES)
-        data = sanitize_png(data) if is_png(data) else data
-        pixels = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED) if data else None
-    except OSError as error:
-        raise DataError(f"image '{filename}' cannot be read: {error.strerror}") from error
-    except DataError as error:
-        raise DataError(f"image '{filename}' {error}") from error
-    except (cv2.error, MemoryError) as error:
-        raise DataError(f"image '{filename}' cannot be decoded ({' '.join(str(error).split())})") from error
-    if pixels is None:
-        raise DataError(f"image '{filename}' cannot be decoded: it is damaged, or OpenCV does not support its format")
-    return np.asarray(pixels)
 
 
 def _gray(image: Floats) -> Floats:

@@ -16,13 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.datum import as_channels_first, decode_image, opencv, resize_image
+from caffepy.data.images import as_channels_first, opencv, read_image, resize_image
 from caffepy.data.random import SampleRng
-from caffepy.data.sources.image_list import MAX_IMAGE_BYTES
 from caffepy.data.transform import CropParams, DataTransformer
 from caffepy.errors import ConfigError, DataError
 from caffepy.formats.proto import caffe_pb2
-from caffepy.utils.files import read_regular
 
 logger = logging.getLogger(__name__)
 
@@ -112,11 +110,7 @@ class ImagePreparation:
             DataError: the file cannot be read or decoded.
         """
         try:
-            content = read_regular(Path(path), MAX_IMAGE_BYTES)
-        except OSError as error:
-            raise DataError(f"image '{path}' cannot be read: {error.strerror}") from error
-        try:
-            image = decode_image(content, self._channels == 3, self._channels == 1)
+            image = read_image(Path(path), self._channels == 3, self._channels == 1)
         except DataError as error:
             raise DataError(f"image '{path}' {error}") from error
         return np.asarray(image.transpose(1, 2, 0)[:, :, ::-1])

@@ -243,7 +243,7 @@ class Image(BinaryTarget):
         self.blobs = seeds.images()
 
     def use(self, data: bytes) -> None:
-        from caffepy.data.datum import decode_image
+        from caffepy.data.images import decode_image
 
         decode_image(data)
 
@@ -256,7 +256,9 @@ class Datum(BinaryTarget):
         self.blobs = [record.SerializeToString() for record in seeds.datum()]
 
     def use(self, data: bytes) -> None:
-        from caffepy.data.datum import datum_shape, decode_image, parse_datum
+
+        from caffepy.data.datum import datum_shape, parse_datum
+        from caffepy.data.images import decode_image
 
         record, values = parse_datum(data)
         if record.encoded:

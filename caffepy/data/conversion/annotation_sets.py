@@ -36,7 +36,7 @@ from caffepy.data.conversion.image_sets import (
     read_image_record,
     root_prefix,
 )
-from caffepy.data.datum import single_threaded_opencv
+from caffepy.data.images import single_threaded_opencv
 from caffepy.data.sources.image_list import labelled_lines, list_lines
 from caffepy.data.workers import Progress, ordered_map
 from caffepy.errors import ConfigError, DataError

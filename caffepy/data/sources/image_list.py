@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from caffepy.data.images import read_file
 from caffepy.data.sources.databases import hash_of
 from caffepy.errors import DataError
-from caffepy.utils.files import read_list, read_regular
+from caffepy.utils.files import read_list
 
 _MAX_LIST_BYTES = 1 << 30
-MAX_IMAGE_BYTES = 1 << 28
 _LABELS = range(-(2**31), 2**31)
 """Valid labels: C's int, as in Caffe."""
 
@@ -79,10 +79,7 @@ class ImageListSource:
         return len(self.files)
 
     def read(self, number: int) -> bytes:
-        try:
-            return read_regular(self.files[number], MAX_IMAGE_BYTES)
-        except OSError as error:
-            raise DataError(f"cannot be read: {error.strerror}; see root_folder in image_data_param") from error
+        return read_file(self.files[number], "; see root_folder in image_data_param")
 
     def allows_concurrent_reads(self, count: int) -> bool:
         return True

@@ -15,9 +15,8 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.datum import opencv
+from caffepy.data.images import Pixels, call_opencv, decode, encode, opencv, resize
 from caffepy.data.random import SampleRng
-from caffepy.data.transforms.pixels import Pixels, call_opencv, resize
 from caffepy.errors import ConfigError, DataError
 from caffepy.formats.proto import caffe_pb2
 
@@ -446,9 +445,7 @@ def _jpeg(pixels: Pixels, quality: int) -> Pixels:
     """Recompress as JPEG. Gray images stay gray: Caffe decodes three channels but reads only the top's one."""
     cv2 = opencv()
     flag = cv2.IMREAD_GRAYSCALE if pixels.shape[2] == 1 else cv2.IMREAD_COLOR
-    return call_opencv(
-        "imdecode", np.asarray(cv2.imencode(".jpg", pixels, [cv2.IMWRITE_JPEG_QUALITY, quality])[1]), flag
-    )
+    return np.atleast_3d(decode(encode(pixels, settings=[cv2.IMWRITE_JPEG_QUALITY, quality]), flag))
 
 
 def _salt_and_pepper(pixels: Pixels, param: caffe_pb2.SaltPepperParameter, rng: SampleRng) -> Pixels:

@@ -17,8 +17,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.datum import opencv, parse_datum
-from caffepy.data.transforms.pixels import rounded
+from caffepy.data.datum import parse_datum
+from caffepy.data.images import opencv, rounded
 from caffepy.errors import ConfigError, DataError
 
 # -- parts and connections -----------------------------------------------------------------------------

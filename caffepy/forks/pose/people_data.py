@@ -10,12 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.data import random
-from caffepy.data.datum import MAX_PIXELS, decode_image, opencv
+from caffepy.data.images import MAX_PIXELS, opencv, read_image, rounded, to_pixels
 from caffepy.data.random import SampleRng
 from caffepy.data.sampler import SampleLoader, Sampler
 from caffepy.data.sources.databases import RecordSource
-from caffepy.data.sources.image_list import MAX_IMAGE_BYTES
-from caffepy.data.transforms.pixels import rounded
 from caffepy.errors import DataError
 from caffepy.forks.pose.people import (
     IGNORED,
@@ -49,7 +47,6 @@ from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.input.images import open_records
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
 from caffepy.layers.layer import register_layer
-from caffepy.utils.files import read_regular
 
 # -- the base of both layers ---------------------------------------------------------------------------
 
@@ -592,9 +589,9 @@ class OPDataLayer(RecordsLayer):
         """Return an image (H, W, 3) of media_directory."""
         path = Path(self.settings.media_directory + name)
         try:
-            return np.ascontiguousarray(decode_image(read_regular(path, MAX_IMAGE_BYTES), True).transpose(1, 2, 0))
-        except OSError as error:
-            raise DataError(f"names the image '{path}', which cannot be read: {error.strerror}") from error
+            return to_pixels(read_image(path, force_color=True))
+        except DataError as error:
+            raise DataError(f"names the image '{path}', which {error}") from error
 
     def _background(self, number: int, rng: SampleRng) -> Pixels | None:
         """Return an image without people, of the net's size, or None. It is flipped, as OpenPose's is."""

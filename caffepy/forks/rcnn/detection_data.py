@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.data.images import rounded
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng
 from caffepy.data.sampler import Sampler
 from caffepy.data.transforms.boxes import CORNERS, EXACT
 from caffepy.data.transforms.im_transforms import check_distort, distort
-from caffepy.data.transforms.pixels import rounded
 from caffepy.errors import DataError
 from caffepy.forks.rcnn.object_windows import (
     CHANNELS,

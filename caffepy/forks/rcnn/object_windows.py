@@ -18,22 +18,20 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.datum import MAX_PIXELS, decode_image, opencv
+from caffepy.data.images import MAX_PIXELS, Pixels, decode_image, read_file, resize, rounded, to_pixels
 from caffepy.data.random import SampleRng
 from caffepy.data.sampler import Sampler
 from caffepy.data.sources.databases import hash_of
 from caffepy.data.transform import check_transform
 from caffepy.data.transforms.boxes import EXACT, PixelBoxes, pixel_overlaps
-from caffepy.data.transforms.pixels import Pixels, resize, rounded, to_pixels
 from caffepy.data.workers import Workers
 from caffepy.errors import DataError
 from caffepy.layers.layer import Layer
-from caffepy.utils.files import read_list, read_regular
+from caffepy.utils.files import read_list
 
 Floats = NDArray[np.float32]
 _f32 = np.float32
 _MAX_LIST_BYTES = 1 << 30
-_MAX_IMAGE_BYTES = 1 << 28
 _MAX_COORDINATE = 1 << 24
 """In pixels: float32 represents all integers up to it."""
 _CROP_FIRST, _MARGIN = 1.5, 1.2
@@ -136,10 +134,7 @@ class ObjectWindowSource:
         Raises:
             DataError: it cannot be read. The message follows the image's name.
         """
-        try:
-            data = read_regular(self.entries[number].path, _MAX_IMAGE_BYTES)
-        except OSError as error:
-            raise DataError(f"cannot be read: {error.strerror}; see root_folder") from error
+        data = read_file(self.entries[number].path, "; see root_folder")
         return to_pixels(decode_image(data, True, nvidia=nvidia))
 
     def name(self, number: int) -> str:
@@ -312,7 +307,7 @@ class Scene:
 def _resized(pixels: Pixels, height: int, width: int) -> Pixels:
     if height * width > MAX_PIXELS:
         raise DataError(f"would be resized to {height} x {width}; the limit is {MAX_PIXELS} pixels")
-    return resize(pixels, height, width, opencv().INTER_LINEAR)
+    return resize(pixels, height, width)
 
 
 @dataclass(frozen=True)

@@ -11,21 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.data import random
-from caffepy.data.datum import decode_image, opencv
+from caffepy.data.images import NEAREST, read_image, resize, to_pixels
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng
 from caffepy.data.sampler import Sampler
 from caffepy.data.sources.databases import hash_of
-from caffepy.data.sources.image_list import MAX_IMAGE_BYTES, list_lines
+from caffepy.data.sources.image_list import list_lines
 from caffepy.data.transform import DataTransformer
-from caffepy.data.transforms.pixels import resize
 from caffepy.data.workers import Workers
 from caffepy.errors import DataError
 from caffepy.formats.blobs import check_shape
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
 from caffepy.layers.layer import register_layer
-from caffepy.utils.files import read_regular
 from caffepy.utils.options import whole
 
 Size = tuple[int, int]
@@ -67,9 +65,8 @@ class Pair:
         """Return the image resized bilinearly and the labels by nearest neighbour."""
         if size == self.size:
             return self
-        cv2 = opencv()
-        labels = resize(np.ascontiguousarray(self.labels), *size, cv2.INTER_NEAREST)[:, :, 0]
-        return Pair(resize(np.ascontiguousarray(self.pixels), *size, cv2.INTER_LINEAR), labels)
+        labels = resize(np.ascontiguousarray(self.labels), *size, NEAREST)[:, :, 0]
+        return Pair(resize(np.ascontiguousarray(self.pixels), *size), labels)
 
 
 class LabelMapLayer(PrefetchingLayer):
@@ -160,7 +157,7 @@ class LabelMapLayer(PrefetchingLayer):
         labels = self.files.image(number, 1, False)
         if size is not None:
             small = (size[0] // factor, size[1] // factor)
-            labels = resize(labels, *small, opencv().INTER_NEAREST)
+            labels = resize(labels, *small, NEAREST)
         wanted = (pixels.shape[0] // factor, pixels.shape[1] // factor)
         if labels.shape[:2] != wanted:
             raise DataError(
@@ -171,7 +168,7 @@ class LabelMapLayer(PrefetchingLayer):
     def decoded_image(self, number: int, color: bool, size: Size | None) -> NDArray[np.generic]:
         """Return a line's image (H, W, C), resized."""
         pixels = self.files.image(number, 0, color)
-        return pixels if size is None else resize(pixels, *size, opencv().INTER_LINEAR)
+        return pixels if size is None else resize(pixels, *size)
 
     def both(self, first: int, second: int, names: str) -> Size | None:
         """Return two sizes, or None if both are 0.
@@ -361,9 +358,8 @@ class ImageLabelmapDataLayer(_ImageDataPairs):
     def read(self, number: int) -> Pair:
         pair = self.decoded(number, self.param.image_data_param.is_color, None)
         if self._size is not None:
-            linear = opencv().INTER_LINEAR
-            labels = resize(np.ascontiguousarray(pair.labels), *self._size, linear)[:, :, 0]
-            pair = Pair(resize(np.ascontiguousarray(pair.pixels), *self._size, linear), labels)
+            labels = resize(np.ascontiguousarray(pair.labels), *self._size)[:, :, 0]
+            pair = Pair(resize(np.ascontiguousarray(pair.pixels), *self._size), labels)
         labels = pair.labels.astype(np.float32) / np.float32(255)
         return replace(pair, labels=np.where(labels > EDGE, np.float32(1), labels))
 
@@ -478,10 +474,9 @@ class PairList:
         """
         name = self._root + self.names[number][which]
         try:
-            data = read_regular(name, MAX_IMAGE_BYTES)
-        except OSError as error:
-            raise DataError(f"names '{name}', which cannot be read: {error.strerror}") from error
-        return np.ascontiguousarray(decode_image(data, color, not color).transpose(1, 2, 0))
+            return to_pixels(read_image(name, color, not color))
+        except DataError as error:
+            raise DataError(f"names '{name}', which {error}") from error
 
     def record_name(self, number: int) -> str:
         """Return a line's name for messages."""

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from caffepy.backend import Array, Each, Scalar, expression
 from caffepy.backend.formulas import identity, product, ratio_or_zero
-from caffepy.data.datum import opencv
+from caffepy.data.images import opencv
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.layer import Blobs, Layer, LayerContext, LayoutAdapter, register_layer
 from caffepy.layers.loss import Labels

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.backend.types import ByteImages
-from caffepy.data.datum import parse_datum, resize_image
+from caffepy.data.datum import parse_datum
+from caffepy.data.images import Image, resize_image
 from caffepy.data.loader import DatumLoader
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng
-from caffepy.data.transforms.pixels import Image
 from caffepy.errors import DataError
 from caffepy.formats.blobs import check_shape
 from caffepy.formats.proto import caffe_pb2

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.backend.types import ByteImages
+from caffepy.data.images import Image, recompress, to_image, to_pixels, without_ipp
 from caffepy.data.loader import DatumLoader, Shape
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng, sample_rngs
@@ -36,8 +37,8 @@ from caffepy.data.transforms.boxes import (
     resize_annotations,
     sample_patch,
 )
+from caffepy.data.transforms.canvas import Canvas, canvas_part
 from caffepy.data.transforms.im_transforms import choose_resize, distort
-from caffepy.data.transforms.pixels import Canvas, Image, canvas_part, recompress, to_image, to_pixels, without_ipp
 from caffepy.errors import DataError
 from caffepy.formats.blobs import check_shape
 from caffepy.formats.proto import caffe_pb2

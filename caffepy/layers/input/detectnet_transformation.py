@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.datum import opencv
+from caffepy.data.images import CUBIC, Pixels, call_opencv, opencv, resize, rounded, to_pixels
 from caffepy.data.mean import read_mean
 from caffepy.data.random import SampleRng
-from caffepy.data.transforms.pixels import Pixels, call_opencv, rounded, to_pixels
 from caffepy.errors import DataError
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.layer import Blobs, Layer, register_layer
@@ -105,9 +104,7 @@ class DetectNetTransformationLayer(Layer):
     def _mean(self, size: tuple[int, int]) -> NDArray[np.float32]:
         if self._mean_file is None:
             return np.array(list(self.param.transform_param.mean_value) or [0], np.float32)
-        from caffepy.data.datum import opencv
-
-        return call_opencv("resize", to_pixels(self._mean_file), size[::-1], interpolation=opencv().INTER_CUBIC)
+        return resize(to_pixels(self._mean_file), *size, CUBIC)
 
     def _boxes(self, rows: NDArray[np.float32], index: int) -> NDArray[np.float32]:
         """Return the labels of one image."""
@@ -207,7 +204,7 @@ def augment_image(pixels: Pixels, augmentation: Augmentation, mean: Floats, outp
         pixels = pixels[:, ::-1]
     pixels = np.ascontiguousarray(pixels)
     if pixels.shape[:2] != augmentation.scale:
-        pixels = call_opencv("resize", pixels, augmentation.scale[::-1], interpolation=cv2.INTER_CUBIC)
+        pixels = resize(pixels, *augmentation.scale, CUBIC)
     if augmentation.rotates:
         size = rotated_size(pixels.shape[:2], augmentation.rotation)
         matrix, canvas = _rotation_matrix(pixels.shape[:2], augmentation.rotation), np.zeros((*size, 3), np.float32)

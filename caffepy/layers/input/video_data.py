@@ -22,13 +22,12 @@ from caffepy.data.clips import (
     SegmentTransform,
     is_of_segments,
 )
-from caffepy.data.datum import as_channels_first, opencv
+from caffepy.data.images import Image, as_channels_first, opencv
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng
 from caffepy.data.sampler import Sampler
 from caffepy.data.sources.databases import hash_of
 from caffepy.data.transform import DataTransformer
-from caffepy.data.transforms.pixels import Image
 from caffepy.errors import DataError
 from caffepy.formats.blobs import check_shape
 from caffepy.formats.proto import caffe_pb2

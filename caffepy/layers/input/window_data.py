@@ -16,18 +16,17 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.datum import decode_image, opencv
+from caffepy.data.images import Image, Pixels, decode_image, read_file, resize, rounded, to_pixels
 from caffepy.data.mean import read_mean
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng
 from caffepy.data.sources.databases import hash_of
 from caffepy.data.transform import check_transform
-from caffepy.data.transforms.pixels import Image, Pixels, resize, rounded, to_pixels
 from caffepy.data.workers import Workers
 from caffepy.errors import DataError
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source, seeded_stream
 from caffepy.layers.layer import register_layer
-from caffepy.utils.files import read_list, read_regular
+from caffepy.utils.files import read_list
 
 
 @register_layer("WindowData")
@@ -211,7 +210,7 @@ class WindowLoader:
                 "and y2 must lie within it"
             )
         part = np.ascontiguousarray(pixels[top : bottom + 1, left : right + 1])
-        warped = resize(part, crop.height, crop.width, opencv().INTER_LINEAR).transpose(2, 0, 1)
+        warped = resize(part, crop.height, crop.width).transpose(2, 0, 1)
         rows, columns = slice(crop.top, crop.top + crop.height), slice(crop.left, crop.left + crop.width)
         values = warped[:, :, ::-1] if mirror else warped
         mean = np.broadcast_to(settings.mean, out.shape)
@@ -295,7 +294,6 @@ def window_mean(mean: Image, crop: int) -> Floats:
 
 
 _MAX_LIST_BYTES = 1 << 30
-_MAX_IMAGE_BYTES = 1 << 28
 _MAX_COORDINATE = 1 << 24
 """In pixels: float32 represents all integers up to it."""
 
@@ -388,10 +386,7 @@ class WindowSource:
         """
         if self._cache is not None and image in self._cache:
             return self._cache[image]
-        try:
-            data = read_regular(self.files[image], _MAX_IMAGE_BYTES)
-        except OSError as error:
-            raise DataError(f"cannot be read: {error.strerror}; see root_folder in window_data_param") from error
+        data = read_file(self.files[image], "; see root_folder in window_data_param")
         if self._cache is not None:
             self._cache[image] = data
         return data
