@@ -24,7 +24,6 @@ from caffepy.forks.pose.people import (
     SMALL_RATIO,
     VISIBLE,
     Grid,
-    Pairs,
     People,
     PeopleSource,
     Person,
@@ -32,6 +31,8 @@ from caffepy.forks.pose.people import (
     Skeleton,
     Sources,
     check_side,
+    from_parts,
+    limbs,
     mark_outside,
     means,
     mirroring,
@@ -59,62 +60,10 @@ _MAX_MAP = 1 << 14
 _UNNAMED = 3
 """State of a part that the record of CPMData spares."""
 
-_LIMBS_COCO: Pairs = (
-    (1, 8),
-    (8, 9),
-    (9, 10),
-    (1, 11),
-    (11, 12),
-    (12, 13),
-    (1, 2),
-    (2, 3),
-    (3, 4),
-    (2, 16),
-    (1, 5),
-    (5, 6),
-    (6, 7),
-    (5, 17),
-    (1, 0),
-    (0, 14),
-    (0, 15),
-    (14, 16),
-    (15, 17),
-)
-_LIMBS_MPI: Pairs = (
-    (0, 1),
-    (1, 2),
-    (2, 3),
-    (3, 4),
-    (1, 5),
-    (5, 6),
-    (6, 7),
-    (1, 14),
-    (14, 8),
-    (8, 9),
-    (9, 10),
-    (14, 11),
-    (11, 12),
-    (12, 13),
-)
-_MPI_SOURCES: Sources = (
-    (9,),
-    (8,),
-    (12,),
-    (11,),
-    (10,),
-    (13,),
-    (14,),
-    (15,),
-    (2,),
-    (1,),
-    (0,),
-    (3,),
-    (4,),
-    (5,),
-    (7, 6),
-)
+_LIMBS_MPI = limbs("0-1-2-3-4 1-5-6-7 1-14-8-9-10 14-11-12-13")
+_MPI_SOURCES = from_parts(9, 8, 12, 11, 10, 13, 14, 15, 2, 1, 0, 3, 4, 5, (7, 6))
 BODIES: dict[int, tuple[Skeleton, Sources]] = {
-    56: (Skeleton(18, _LIMBS_COCO, MODELS["COCO_18"].skeleton.mirrored), MODELS["COCO_18"].sources),
+    56: (MODELS["COCO_18"].skeleton, MODELS["COCO_18"].sources),
     43: (Skeleton(15, _LIMBS_MPI, ((2, 5), (3, 6), (4, 7), (8, 11), (9, 12), (10, 13))), _MPI_SOURCES),
 }
 """By num_parts, the number of maps without the background: the skeleton, and the parts of the database for each."""
