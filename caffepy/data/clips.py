@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from caffepy.data.images import as_channels_first, opencv, read_image, resize_image
 from caffepy.data.mean import read_volume_mean
-from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng
 from caffepy.data.sampler import SampleLoader, Sampler
 from caffepy.data.sources.databases import hash_of
@@ -517,38 +516,33 @@ class ClipLoader(SampleLoader):
         stream: int,
         where: str,
     ) -> None:
-        super().__init__(where)
-        self._source, self._order, self._reader = source, order, reader
-        self._key, self._training = (transform.seed(seed), stream), transform.training
+        key = (transform.seed(seed), stream)
+        super().__init__(
+            where,
+            lambda record, number: reader.read(source.lines[record], SampleRng(*key, number)),
+            lambda record: f"clip {record} ('{source.lines[record].path}') of {source.description}",
+            order,
+        )
+        self._tries = len(source) if transform.training else 1
         self._warned: set[int] = set()
 
-    def close(self) -> None:
-        self._order.close()
-
-    def describe(self, sample: int) -> str:
-        return self._name(int(self._order.copy().records(sample, 1)[0]))
-
-    def _name(self, record: int) -> str:
-        return f"clip {record} ('{self._source.lines[record].path}') of {self._source.description}"
-
-    def load(self, first: int, count: int, batch: Batch) -> None:
-        super().load(first, count, batch)
-        self._order.prepare_next_epoch()
-
-    def sample(self, number: int) -> list[Floats]:
-        """Return the values of each top of a global sample.
+    def sample(self, record: int, number: int) -> Sequence[Floats]:
+        """Return the values of each top of a global sample; see `SampleLoader.sample`.
 
         Raises:
             DataError: the clip cannot be read; in TRAIN, no clip can.
         """
-        tries = len(self._source) if self._training else 1
-        for attempt in range(tries):
-            record = int(self._order.records(number + attempt, 1)[0])
+        for attempt in range(self._tries):
+            record = record if attempt == 0 else int(self._order.records(number + attempt, 1)[0])
             try:
-                return self._reader.read(self._source.lines[record], SampleRng(*self._key, number))
+                return super().sample(record, number)
             except DataError as error:
-                failure = DataError(f"{self.where}: {self._name(record)} {error}")
-            if tries > 1 and record not in self._warned:
+                failure = error
+            if self._tries > 1 and record not in self._warned:
                 self._warned.add(record)
                 logger.warning("%s; the next clip takes its place", failure)
         raise failure
+
+    def first_shapes(self) -> list[tuple[int, ...]]:
+        """Return the shapes of the tops of the first sample."""
+        return [part.shape for part in self.sample(int(self._order.records(0, 1)[0]), 0)]

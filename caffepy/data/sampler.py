@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import permutation
+from caffepy.data.workers import Workers
 from caffepy.errors import DataError
 from caffepy.formats.blobs import check_shape
 
@@ -107,54 +110,82 @@ class Sampler:
 
 
 class SampleLoader:
-    """Fills batches with samples; a `Loader`.
+    """Fills batches with samples, each made by itself; a `Loader`.
 
     Args:
         where: the layer, for messages.
+        make: returns the values of each top, given a sample's record and global number. Its errors follow the record's
+            name.
+        name: returns the name of a record, for messages. Thread-safe.
+        order: of the records; None: a sample's record has its number.
+        threads: that make samples.
     """
 
-    def __init__(self, where: str) -> None:
+    def __init__(
+        self,
+        where: str,
+        make: Callable[[int, int], Sequence[NDArray[np.float32]]],
+        name: Callable[[int], str],
+        order: Sampler | None = None,
+        threads: int = 1,
+    ) -> None:
         self.where = where
-        self._sample = 0
-
-    def sample(self, number: int) -> list[NDArray[np.float32]]:
-        """Return the values of each top of a global sample.
-
-        Raises:
-            DataError: the sample cannot be read.
-        """
-        raise NotImplementedError
-
-    def describe(self, sample: int) -> str:
-        """Return the name of the record of a global sample, for messages. Thread-safe."""
-        raise NotImplementedError
+        self._make, self._name = make, name
+        self._order = order or Sampler(sys.maxsize)
+        self._record = 0
+        self._workers = Workers(threads, f"read for {where}")
 
     @property
     def reading(self) -> str:
-        return self.describe(self._sample)
+        return self._name(self._record)
+
+    def describe(self, sample: int) -> str:
+        """Return the name of the record of a global sample, for messages. Thread-safe."""
+        return self._name(int(self._order.copy().records(sample, 1)[0]))
 
     def close(self) -> None:
-        """Does nothing: the layer closes the source."""
+        """Stop the threads. Idempotent."""
+        self._workers.close()
+        self._order.close()
 
     def load_bytes(self, *_: object) -> int:
         """Return 0: batches are float32."""
         return 0
 
+    def sample(self, record: int, number: int) -> Sequence[NDArray[np.float32]]:
+        """Return the values of each top of a global sample, given its record.
+
+        Raises:
+            DataError: the sample cannot be made.
+        """
+        self._record = record
+        try:
+            return self._make(record, number)
+        except DataError as error:
+            raise DataError(f"{self.where}: {self._name(record)} {error}") from error
+
     def load(self, first: int, count: int, batch: Batch) -> None:
         """Fill `batch` with the global samples [first, first + count).
 
         Raises:
-            DataError: a sample cannot be read, or samples of the batch differ in shape.
+            DataError: a sample cannot be made, or samples of the batch differ in shape.
         """
-        for index in range(count):
-            self._sample = first + index
-            for top, part in enumerate(self.sample(self._sample)[: len(batch.arrays)]):
+        records = self._order.records(first, count).tolist()
+
+        def fill(index: int) -> None:
+            for top, part in enumerate(self.sample(records[index], first + index)[: len(batch.arrays)]):
                 shape = (count, *part.shape)
                 if index == 0:
                     check_shape(shape, self.where)
+                    batch.array(top, shape)
                 elif batch.arrays[top].shape != shape:
+                    made, others = (" x ".join(map(str, sizes[1:])) for sizes in (shape, batch.arrays[top].shape))
                     raise DataError(
-                        f"{self.where}: {self.reading} makes an array {' x '.join(map(str, part.shape))}, and the "
-                        "first sample of the batch another; give all of them one size"
+                        f"{self.where}: {self._name(records[index])} makes {made}, but others of its batch make "
+                        f"{others}; give all of them one size (a crop or a new size), or batch_size: 1"
                     )
-                batch.array(top, shape)[index] = part
+                batch.arrays[top][index] = part
+
+        fill(0)  # sets the shapes
+        self._workers.run(fill, range(1, count))
+        self._order.prepare_next_epoch()

@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 
 from caffepy.data.datum import parse_datum
 from caffepy.data.mean import read_mean
-from caffepy.data.prefetch import Batch
 from caffepy.data.random import permutation
+from caffepy.data.sampler import SampleLoader
 from caffepy.data.sources.databases import LmdbSource, RecordSource
 from caffepy.errors import DataError
-from caffepy.formats.blobs import check_shape
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
 from caffepy.layers.layer import register_layer
@@ -85,7 +84,7 @@ class CustomDataLayer(PrefetchingLayer):
         try:
             self._order = CustomOrder(param, len(self._records), self._selected(), self.where)
             loader = self._make_loader(0, 0)
-            shapes = loader.sample_shapes()
+            shapes = [part.shape for part in loader.sample(0, 0)]
         except BaseException:
             self._records.close()
             raise
@@ -278,8 +277,8 @@ class Slices:
         return values.reshape(shape), offset + size
 
 
-class CustomLoader:
-    """Fills batches with the slices of records; a `Loader`.
+class CustomLoader(SampleLoader):
+    """Fills batches with the slices of records.
 
     Args:
         source: the records.
@@ -299,34 +298,21 @@ class CustomLoader:
         scale: float,
         where: str,
     ) -> None:
+        super().__init__(
+            where, self._decoded, lambda s: f"{source.record_name(order.record(s))} of {source.description}"
+        )
         self._source = source
-        self._order = order
+        self._records = order
         self._slices = slices
         self._mean = mean
         self._scale = np.float32(scale)
-        self._where = where
-        self._record = 0
 
-    @property
-    def reading(self) -> str:
-        return f"record {self._record} of {self._source.description}"
-
-    def close(self) -> None:
-        """Does nothing: the layer closes the source."""
-
-    def describe(self, sample: int) -> str:
-        return f"{self._source.record_name(self._order.record(sample))} of {self._source.description}"
-
-    def _decode(self, number: int) -> tuple[list[NDArray[np.float32]], float]:
-        self._record = number
-        try:
-            parts, label = self._slices.decode(self._source.read(number))
-            if self._mean is not None:
-                parts = self._without_mean(parts)
-        except DataError as error:
-            name = self._source.record_name(number)
-            raise DataError(f"{self._where}: {self._source.description}: {name} {error}") from error
-        return [part * self._scale for part in parts], label
+    def _decoded(self, _: int, sample: int) -> list[NDArray[np.float32]]:
+        """Return the slices of a sample's record, and its label."""
+        parts, label = self._slices.decode(self._source.read(self._records.record(sample)))
+        if self._mean is not None:
+            parts = self._without_mean(parts)
+        return [*(part * self._scale for part in parts), np.full((1, 1, 1), label, np.float32)]
 
     def _without_mean(self, parts: list[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
         assert self._mean is not None
@@ -337,32 +323,3 @@ class CustomLoader:
         mean = np.zeros((bounds[-1][1], *size), np.float32)
         mean[: len(self._mean)] = self._mean
         return [part - mean[begin:end] for part, (begin, end) in zip(parts, bounds, strict=True)]
-
-    def load(self, first: int, count: int, batch: Batch) -> None:
-        """Fill `batch` with the global samples [first, first + count).
-
-        Raises:
-            DataError: a record cannot be read, or differs in shape from the first of the batch.
-        """
-        for index in range(count):
-            number = self._order.record(first + index)
-            parts, label = self._decode(number)
-            for top, part in enumerate(parts[: len(batch.arrays)]):
-                if index == 0:
-                    check_shape((count, *part.shape), self._where)
-                    batch.array(top, (count, *part.shape))
-                elif batch.arrays[top].shape[1:] != part.shape:
-                    name = self._source.record_name(number)
-                    raise DataError(f"{self._where}: {name} differs in size from the batch's first record")
-                batch.arrays[top][index] = part
-            if len(batch.arrays) > len(parts):
-                batch.array(len(parts), (count, 1, 1, 1))[index] = label
-
-    def load_bytes(self, *_: object) -> int:
-        """Return 0: batches are float32."""
-        return 0
-
-    def sample_shapes(self) -> list[tuple[int, ...]]:
-        """Return the shapes of the slices and of the label of the first record."""
-        parts, _ = self._decode(self._order.record(0))
-        return [*(part.shape for part in parts), (1, 1, 1)]

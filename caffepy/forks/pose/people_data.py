@@ -69,29 +69,6 @@ BODIES: dict[int, tuple[Skeleton, Sources]] = {
 """By num_parts, the number of maps without the background: the skeleton, and the parts of the database for each."""
 
 
-class RecordsLoader(SampleLoader):
-    """Fills batches with samples that a layer makes of records.
-
-    Args:
-        layer: makes the samples.
-        seed: of the solver.
-        stream: of the layer's random numbers.
-    """
-
-    def __init__(self, layer: RecordsLayer, seed: int, stream: int) -> None:
-        super().__init__(layer.where)
-        self._layer, self._key = layer, (seed, stream)
-
-    def sample(self, number: int) -> list[Floats]:
-        try:
-            return self._layer.make_sample(number, self._key)
-        except DataError as error:
-            raise DataError(f"{self.where}: {self.describe(number)} {error}") from error
-
-    def describe(self, sample: int) -> str:
-        return self._layer.record_of(sample, self._key)
-
-
 class RecordsLayer(PrefetchingLayer):
     """A data layer whose samples are made of records on the host, each by itself."""
 
@@ -103,7 +80,12 @@ class RecordsLayer(PrefetchingLayer):
 
     def make_loader(self) -> DescribingLoader:
         stream = self.random_stream()
-        return RecordsLoader(self, stream.seed, stream.stream)
+        return self._loader_of((stream.seed, stream.stream))
+
+    def _loader_of(self, key: tuple[int, int]) -> SampleLoader:
+        return SampleLoader(
+            self.where, lambda _, sample: self.make_sample(sample, key), lambda sample: self.record_of(sample, key)
+        )
 
     def make_sample(self, number: int, key: tuple[int, int]) -> list[Floats]:
         """Return the values of each top of a global sample.
@@ -125,7 +107,7 @@ class RecordsLayer(PrefetchingLayer):
     def shapes_of_first(self, source: Source) -> list[tuple[int, ...]]:
         """Return the shapes of the tops of the first sample; close the source if it cannot be made."""
         try:
-            shapes = [part.shape for part in RecordsLoader(self, 0, 0).sample(0)]
+            shapes = [part.shape for part in self._loader_of((0, 0)).sample(0, 0)]
         except BaseException:
             source.close()
             raise

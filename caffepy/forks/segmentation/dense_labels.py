@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,15 +12,12 @@ from numpy.typing import NDArray
 
 from caffepy.data import random
 from caffepy.data.images import NEAREST, read_image, resize, to_pixels
-from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng
-from caffepy.data.sampler import Sampler
+from caffepy.data.sampler import SampleLoader, Sampler
 from caffepy.data.sources.databases import hash_of
 from caffepy.data.sources.image_list import list_lines
 from caffepy.data.transform import DataTransformer
-from caffepy.data.workers import Workers
 from caffepy.errors import DataError
-from caffepy.formats.blobs import check_shape
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
 from caffepy.layers.layer import register_layer
@@ -115,26 +112,28 @@ class LabelMapLayer(PrefetchingLayer):
         skip, _ = self.order_settings()
         if skip > len(self.files):
             raise self.error(f"rand_skip {skip} is more than the {len(self.files)} images of '{source}'")
-        loader = self._loader_of(0, 0)
-        try:
-            shapes = loader.sample_shapes()
-        finally:
-            loader.close()
-        return self.files, list(shapes[: len(self.param.top)])
+        first = self._loader_of(0, 0).sample(0, 0)
+        return self.files, [part.shape for part in first[: len(self.param.top)]]
 
     def make_loader(self) -> DescribingLoader:
         stream = self.random_stream()
         return self._loader_of(stream.seed, stream.stream)
 
-    def _loader_of(self, seed: int, stream: int) -> PairLoader:
+    def _loader_of(self, seed: int, stream: int) -> SampleLoader:
         skip, shuffle = self.order_settings()
         skip = random.rand_skip_count(seed, stream, skip) if skip else 0
         order = Sampler(len(self.files), skip, shuffle, seed, stream)
         key = (self._transformer.seed(seed), stream)
-        return PairLoader(self.files, order, self._make_sample, key, self.where, self.threads(0))
+        return SampleLoader(
+            self.where,
+            lambda record, sample: self._make_sample(record, SampleRng(*key, sample)),
+            self.files.name,
+            order,
+            self.threads(0),
+        )
 
-    def _make_sample(self, number: int, rng: SampleRng) -> tuple[NDArray[np.float32], NDArray[np.float32], Size]:
-        """Return the first two tops of one sample, and the image's size before the augmentation."""
+    def _make_sample(self, number: int, rng: SampleRng) -> list[NDArray[np.float32]]:
+        """Return image and labels, and the image's height and width before the augmentation, at most the image's."""
         whole = self.read(number)
         transformer = self._transformer
         pair = whole
@@ -147,7 +146,8 @@ class LabelMapLayer(PrefetchingLayer):
             image -= transformer.mean((image.shape[0], *pair.size))
         if transformer.scale != 1:
             image *= transformer.scale
-        return image, pair.labels[None].astype(np.float32), whole.size
+        size = np.minimum(whole.size, image.shape[1:]).astype(np.float32).reshape(1, 1, 2)
+        return [image, pair.labels[None].astype(np.float32), size]
 
     # -- for subclasses --------------------------------------------------------------------------------
 
@@ -478,9 +478,9 @@ class PairList:
         except DataError as error:
             raise DataError(f"names '{name}', which {error}") from error
 
-    def record_name(self, number: int) -> str:
+    def name(self, number: int) -> str:
         """Return a line's name for messages."""
-        return f"record {number} ('{self.names[number][0]}')"
+        return f"record {number} ('{self.names[number][0]}') of {self.description}"
 
     def fingerprint(self) -> dict[str, str]:
         names = "\n".join(" ".join(pair) for pair in self.names)
@@ -488,91 +488,3 @@ class PairList:
 
     def close(self) -> None:
         """Do nothing: no file is open between reads."""
-
-
-Make = Callable[[int, SampleRng], "tuple[NDArray[np.float32], NDArray[np.float32], Size]"]
-
-
-class PairLoader:
-    """Fills batches with images and labels; a `Loader`.
-
-    Args:
-        source: the list.
-        order: of reading.
-        make: returns one sample's image, labels and size, given a line's number and the sample's random numbers.
-        key: seed and stream of the random numbers.
-        where: the layer, for messages.
-        threads: that read and decode.
-    """
-
-    def __init__(
-        self, source: PairList, order: Sampler, make: Make, key: tuple[int, int], where: str, threads: int
-    ) -> None:
-        self._source = source
-        self._order = order
-        self._make = make
-        self._key = key
-        self._where = where
-        self._record = 0
-        self._workers = Workers(threads, f"read for {where}")
-
-    @property
-    def reading(self) -> str:
-        return f"{self._source.record_name(self._record)} of {self._source.description}"
-
-    def describe(self, sample: int) -> str:
-        number = int(self._order.copy().records(sample, 1)[0])
-        return f"{self._source.record_name(number)} of {self._source.description}"
-
-    def close(self) -> None:
-        self._workers.close()
-        self._order.close()
-
-    def sample_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of the first line's tops."""
-        image, labels, _ = self._sample(0, 0)
-        return image.shape, labels.shape, (1, 1, 2)
-
-    def _sample(self, number: int, sample: int) -> tuple[NDArray[np.float32], NDArray[np.float32], Size]:
-        try:
-            return self._make(number, SampleRng(*self._key, sample))
-        except DataError as error:
-            name = f"{self._source.description}: {self._source.record_name(number)}"
-            raise DataError(f"{self._where}: {name} {error}") from error
-
-    def load(self, first: int, count: int, batch: Batch) -> None:
-        """Fill `batch` with the global samples [first, first + count).
-
-        Raises:
-            DataError: a line's images cannot be read, or differ in size from the batch's first.
-        """
-        records = self._order.records(first, count).tolist()
-        arrays: list[NDArray[np.float32]] = []
-
-        def fill(index: int) -> None:
-            self._record = records[index]
-            image, labels, size = self._sample(records[index], first + index)
-            if not arrays:
-                check_shape((count, *image.shape), self._where)
-                arrays.append(batch.array(0, (count, *image.shape)))
-                arrays.append(batch.array(1, (count, *labels.shape)))
-                if len(batch.arrays) > 2:
-                    arrays.append(batch.array(2, (count, 1, 1, 2)))
-            if image.shape != arrays[0].shape[1:] or labels.shape != arrays[1].shape[1:]:
-                made, others = _by(image.shape), _by(arrays[0].shape[1:])
-                name = f"{self._source.description}: {self._source.record_name(records[index])}"
-                raise DataError(
-                    f"{self._where}: {name} makes {made}, but others of its batch make {others}; set a crop or a new "
-                    "size, or batch_size: 1"
-                )
-            arrays[0][index], arrays[1][index] = image, labels
-            if len(arrays) > 2:
-                arrays[2][index] = [min(size[0], image.shape[1]), min(size[1], image.shape[2])]
-
-        fill(0)  # sets the shapes
-        self._workers.run(fill, range(1, count))
-        self._order.prepare_next_epoch()
-
-    def load_bytes(self, *_: object) -> int:
-        """Return 0: batches are float32."""
-        return 0

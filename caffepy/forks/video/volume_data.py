@@ -84,7 +84,7 @@ class VideoWithVoxelTruthDataLayer(PrefetchingLayer):
         context = self.context
         self._transform = ClipTransform(transform, context.phase, context.resolve, self.where)
         self._list = ClipList(context.resolve(param.source), numbered=False, labelled=False)
-        return self._list, [part.shape for part in self._loader_of(0, 0).sample(0)]
+        return self._list, self._loader_of(0, 0).first_shapes()
 
     def _loader_of(self, seed: int, stream: int) -> ClipLoader:
         param = self.param.image_data_param

@@ -23,13 +23,11 @@ from caffepy.data.clips import (
     is_of_segments,
 )
 from caffepy.data.images import Image, as_channels_first, opencv
-from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng
-from caffepy.data.sampler import Sampler
+from caffepy.data.sampler import SampleLoader, Sampler
 from caffepy.data.sources.databases import hash_of
 from caffepy.data.transform import DataTransformer
 from caffepy.errors import DataError
-from caffepy.formats.blobs import check_shape
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
 from caffepy.layers.layer import register_layer
@@ -139,7 +137,7 @@ class VideoDataLayer(PrefetchingLayer):
         self._reader: ClipReader = reader(param, self._clips)
         path = context.resolve(param.source)
         self._list = ClipList(path) if segments else FrameClips.source(path, param)
-        return self._list, [part.shape for part in self._clip_loader(0, 0).sample(0)][: len(self.param.top)]
+        return self._list, self._clip_loader(0, 0).first_shapes()[: len(self.param.top)]
 
     def _clip_loader(self, seed: int, stream: int) -> ClipLoader:
         param = self.param.video_data_param
@@ -165,8 +163,8 @@ class VideoDataLayer(PrefetchingLayer):
 # -- batches -------------------------------------------------------------------------------------------
 
 
-class VideoLoader:
-    """Fills batches with frames: sample s is frame s * (skip + 1) + skip; a `Loader`.
+class VideoLoader(SampleLoader):
+    """Fills batches with frames: sample s is frame s * (skip + 1) + skip.
 
     Args:
         source: the frames.
@@ -180,48 +178,22 @@ class VideoLoader:
     def __init__(
         self, source: VideoSource, transformer: DataTransformer, skip: int, seed: int, stream: int, where: str
     ) -> None:
+        super().__init__(where, self._transformed, lambda s: f"frame {self._number(s)} of {source.description}")
         self._source = source
         self._transformer = transformer
         self._skip = skip
         self._key = (seed, stream)
-        self._where = where
-        self._sample = 0
-
-    @property
-    def reading(self) -> str:
-        return self.describe(self._sample)
-
-    def close(self) -> None:
-        """Does nothing: the layer closes the source."""
-
-    def describe(self, sample: int) -> str:
-        return f"frame {self._number(sample)} of {self._source.description}"
 
     def _number(self, sample: int) -> int:
         return sample * (self._skip + 1) + self._skip
 
-    def load(self, first: int, count: int, batch: Batch) -> None:
-        """Fill `batch` with the global samples [first, first + count).
-
-        Raises:
-            DataError: the video has no more frames, or a frame cannot be transformed.
-        """
-        crop_params = self._transformer.draw_crops(*self._key, np.arange(first, first + count, dtype=np.int64))
-        for index in range(count):
-            self._sample = first + index
-            try:
-                image = self._frame(self._sample)
-                shape = self._transformer.output_shape(image.shape)
-                check_shape((count, *shape), self._where)
-                self._transformer.apply(image, crop_params, index, batch.array(0, (count, *shape))[index])
-            except DataError as error:
-                raise DataError(f"{self._where}: {self.describe(self._sample)} {error}") from error
-        if len(batch.arrays) > 1:
-            batch.array(1, (count,))[...] = 0
-
-    def load_bytes(self, *_: object) -> int:
-        """Return 0: batches are float32."""
-        return 0
+    def _transformed(self, record: int, sample: int) -> list[NDArray[np.float32]]:
+        """Return a frame and its label, 0."""
+        image = self._frame(sample)
+        out = np.empty(self._transformer.output_shape(image.shape), np.float32)
+        crop_params = self._transformer.draw_crops(*self._key, np.array([sample], np.int64))
+        self._transformer.apply(image, crop_params, 0, out)
+        return [out, np.zeros((), np.float32)]
 
     def _frame(self, sample: int) -> Image:
         if self._source.is_camera:
@@ -240,7 +212,7 @@ class VideoLoader:
             first = self._transformer.preprocess(self._source.frame(0), SampleRng(*self._key, 0))
             return self._transformer.output_shape(first.shape)
         except DataError as error:
-            raise DataError(f"{self._where}: {self._source.description}: frame 0 {error}") from error
+            raise DataError(f"{self.where}: {self._source.description}: frame 0 {error}") from error
 
 
 # -- frames --------------------------------------------------------------------------------------------

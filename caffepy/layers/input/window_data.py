@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 
 from caffepy.data.images import Image, Pixels, decode_image, read_file, resize, rounded, to_pixels
 from caffepy.data.mean import read_mean
-from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng
+from caffepy.data.sampler import SampleLoader
 from caffepy.data.sources.databases import hash_of
 from caffepy.data.transform import check_transform
-from caffepy.data.workers import Workers
 from caffepy.errors import DataError
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source, seeded_stream
 from caffepy.layers.layer import register_layer
@@ -130,8 +129,8 @@ class WindowSettings:
     nvidia: bool
 
 
-class WindowLoader:
-    """Fills batches with random windows; a `Loader`.
+class WindowLoader(SampleLoader):
+    """Fills batches with random windows.
 
     Args:
         source: the windows.
@@ -145,46 +144,23 @@ class WindowLoader:
     def __init__(
         self, source: WindowSource, settings: WindowSettings, seed: int, stream: int, where: str, threads: int = 1
     ) -> None:
+        super().__init__(where, self._window, self._window_name, threads=threads)
         self._source = source
         self._settings = settings
         self._key = (seed, stream)
-        self._where = where
-        self._image = 0
-        self._workers = Workers(threads, f"read for {where}")
 
-    @property
-    def reading(self) -> str:
-        return f"image {self._image} of {self._source.description}"
-
-    def close(self) -> None:
-        self._workers.close()
-
-    def describe(self, sample: int) -> str:
+    def _window_name(self, sample: int) -> str:
         windows, number, _ = self._choose(sample)
-        corners = ", ".join(map(str, windows.corners[number].tolist()))
-        return f"window ({corners}) of '{self._source.files[windows.images[number]]}'"
+        corners, image = ", ".join(map(str, windows.corners[number].tolist())), windows.images[number]
+        return f"window ({corners}) of image {image} ('{self._source.files[image]}') of {self._source.description}"
 
-    def load(self, first: int, count: int, batch: Batch) -> None:
-        """Fill `batch` with the global samples [first, first + count)."""
-        crop = self._settings.crop
-        out, labels = batch.array(0, (count, 3, crop, crop)), batch.array(1, (count,))
-
-        def fill(index: int) -> None:
-            windows, number, mirror = self._choose(first + index)
-            image = self._image = int(windows.images[number])
-            labels[index] = windows.labels[number]
-            try:
-                pixels = to_pixels(decode_image(self._source.read(image), True, nvidia=self._settings.nvidia))
-                self._put(pixels, windows.corners[number], mirror, out[index])
-            except DataError as error:
-                name = f"image {image} ('{self._source.files[image]}')"
-                raise DataError(f"{self._where}: {self._source.description}: {name} {error}") from error
-
-        self._workers.run(fill, range(count))
-
-    def load_bytes(self, *_: object) -> int:
-        """Return 0: batches are float32."""
-        return 0
+    def _window(self, _: int, sample: int) -> list[Floats]:
+        """Return a window's pixels and its label."""
+        windows, number, mirror = self._choose(sample)
+        pixels = to_pixels(
+            decode_image(self._source.read(int(windows.images[number])), True, nvidia=self._settings.nvidia)
+        )
+        return [self._warped(pixels, windows.corners[number], mirror), np.array(windows.labels[number], np.float32)]
 
     def _choose(self, sample: int) -> tuple[Windows, int, bool]:
         """Return the window of a global sample: the list, its index in it, and whether it is mirrored."""
@@ -195,27 +171,25 @@ class WindowLoader:
         if not len(windows):
             kind = "foreground" if is_foreground else "background"
             raise DataError(
-                f"{self._where}: {self._source.description} has no {kind} windows; see fg_threshold, bg_threshold and "
+                f"{self.where}: {self._source.description} has no {kind} windows; see fg_threshold, bg_threshold and "
                 "fg_fraction"
             )
         return windows, rng.below(len(windows)), settings.mirror and bool(rng.below(2))
 
-    def _put(self, pixels: Pixels, corners: NDArray[np.int64], mirror: bool, out: Floats) -> None:
+    def _warped(self, pixels: Pixels, corners: NDArray[np.int64], mirror: bool) -> Floats:
         settings, image = self._settings, pixels.shape[:2]
         crop = crop_window(corners.tolist(), (image[0], image[1]), settings, mirror)
         left, top, right, bottom = crop.corners
         if left < 0 or top < 0 or right >= image[1] or bottom >= image[0] or right < left or bottom < top:
-            raise DataError(
-                f"is {image[0]} x {image[1]}, but has a window ({', '.join(map(str, corners.tolist()))}); x1, y1, x2 "
-                "and y2 must lie within it"
-            )
+            raise DataError(f"exceeds the image of {image[0]} x {image[1]}; x1, y1, x2 and y2 must lie within it")
         part = np.ascontiguousarray(pixels[top : bottom + 1, left : right + 1])
         warped = resize(part, crop.height, crop.width).transpose(2, 0, 1)
         rows, columns = slice(crop.top, crop.top + crop.height), slice(crop.left, crop.left + crop.width)
         values = warped[:, :, ::-1] if mirror else warped
+        out = np.zeros((3, settings.crop, settings.crop), np.float32)
         mean = np.broadcast_to(settings.mean, out.shape)
-        out[...] = 0
         out[:, rows, columns] = (values - mean[:, rows, columns]) * _f32(settings.scale)
+        return out
 
 
 @dataclass(frozen=True)
