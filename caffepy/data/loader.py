@@ -345,28 +345,31 @@ class ImageLoader(ABC):
         crop_params = self._transformer.draw_crops(self._seed, self._stream, samples)
         rngs = self._rngs(samples)
         labels = np.empty(count, np.float32)
-        out: NDArray[np.float32] = np.empty(0, np.float32)
         for index, number in enumerate(self._order.records(first, count).tolist()):
             self._record = number
             try:
                 image, labels[index] = self._read_and_preprocess(number, rngs[index] if rngs else None)
                 start = perf_counter()
                 self._check_channels(image)
-                result = self._transformer.output_shape(_shape_of(image))
-                if index == 0:
-                    check_shape((count, *result), self._where)
-                    out = batch.array(0, (count, *result))
-                elif result != out.shape[1:]:
-                    raise DataError(
-                        f"is {_format_shape(image.shape)} and makes {_format_shape(result)}, but others of its batch "
-                        f"make {_format_shape(out.shape[1:])}; set crop_size, or batch_size: 1"
-                    )
-                self._transformer.apply(image, crop_params, index, out[index])
+                self._put(image, index, count, crop_params, batch)
                 self.stages.add(TRANSFORMING, start)
             except DataError as error:
                 raise self._add_record_name(error, number) from error
         if len(batch.arrays) > 1:
             batch.array(1, (count,))[...] = labels
+
+    def _put(self, image: Image, index: int, count: int, crop_params: CropParams, batch: Batch) -> None:
+        """Transform an image into the batch, whose shape its first image gives."""
+        result = self._transformer.output_shape(_shape_of(image))
+        if index == 0:
+            check_shape((count, *result), self._where)
+            batch.array(0, (count, *result))
+        elif result != batch.arrays[0].shape[1:]:
+            raise DataError(
+                f"is {_format_shape(image.shape)} and makes {_format_shape(result)}, but others of its batch make "
+                f"{_format_shape(batch.arrays[0].shape[1:])}; set crop_size or resize_param, or batch_size: 1"
+            )
+        self._transformer.apply(image, crop_params, index, batch.arrays[0][index])
 
     def _add_record_name(self, error: DataError, number: int) -> DataError:
         if str(error).startswith(self._source.description):  # the source itself failed

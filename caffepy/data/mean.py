@@ -35,15 +35,22 @@ def read_mean(path: Path) -> NDArray[np.float32]:
     """
     blob = _read_proto(path, "mean_file")
     shape = tuple(blob.shape.dim) if blob.HasField("shape") else (blob.num, blob.channels, blob.height, blob.width)
-    values = _values(blob, f"mean_file '{path}'")
     while len(shape) > 3 and shape[0] == 1:
         shape = shape[1:]
-    if len(shape) != 3 or min(shape) <= 0 or math.prod(shape) != values.size:
+    return _shaped(path, _values(blob, f"mean_file '{path}'"), shape, (3,))
+
+
+def _shaped(
+    path: Path, values: NDArray[np.float32], shape: tuple[int, ...], axes: tuple[int, ...]
+) -> NDArray[np.float32]:
+    """Return the values in their shape, which must have one of these numbers of axes."""
+    if len(shape) not in axes or min(shape) <= 0 or math.prod(shape) != values.size:
+        clips = ", or one clip of channels x frames x height x width" if 4 in axes else ""
         raise DataError(
-            f"mean_file '{path}' holds {values.size} values in the shape {' x '.join(map(str, shape))}; "
-            "a mean is one image of channels x height x width"
+            f"mean_file '{path}' holds {values.size} values in the shape {_format(shape)}; a mean is one image of "
+            f"channels x height x width{clips}"
         )
-    return values.reshape(shape)
+    return values.reshape(shape).astype(np.float32, copy=False)
 
 
 def read_blob(path: Path, field: str) -> NDArray[np.float32]:
@@ -124,12 +131,7 @@ def read_volume_mean(path: Path) -> NDArray[np.float32]:
         values = _values(blob, f"mean_file '{path}'")
     if len(shape) > 3 and shape[0] == 1:
         shape = shape[1:]
-    if len(shape) not in (3, 4) or min(shape) <= 0 or math.prod(shape) != values.size:
-        raise DataError(
-            f"mean_file '{path}' holds {values.size} values in the shape {' x '.join(map(str, shape))}; "
-            "a mean is one image of channels x height x width, or one clip of channels x frames x height x width"
-        )
-    return values.reshape(shape).astype(np.float32)
+    return _shaped(path, values, shape, (3, 4))
 
 
 def _number(varint: bytes) -> int:

@@ -7,15 +7,14 @@ without the anti-aliasing of newer versions.
 
 from __future__ import annotations
 
-import math
 import os
 import re
-import tokenize
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from tokenize import TokenError
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -518,6 +517,10 @@ def _array_images(path: Path) -> list[InputImage]:
     return [InputImage(f"{path}[{index}]", np.asarray(image, np.float32)) for index, image in enumerate(array)]
 
 
+_DAMAGED = (ArithmeticError, LookupError, MemoryError, RecursionError, SyntaxError, TokenError, TypeError, ValueError)
+"""Errors of NumPy's reader and of Python's parser on damaged headers."""
+
+
 def read_array(path: Path) -> NDArray[np.float32]:
     """Return the array of an .npy file.
 
@@ -527,39 +530,17 @@ def read_array(path: Path) -> NDArray[np.float32]:
         DataError: the file cannot be read or is not a numeric .npy file.
     """
     try:
-        with open_regular(path) as file:
-            shape, by_columns, dtype = _npy_header(file)
-            count = math.prod(shape)
-            stored = os.fstat(file.fileno()).st_size - file.tell()
-            if dtype.kind not in "biuf":
-                raise ValueError(f"it holds {dtype}")
-            if count * dtype.itemsize > stored:
-                raise ValueError(f"it is too short for its shape {shape}")
-            flat = np.frombuffer(file.read(count * dtype.itemsize), dtype, count)
-            with np.errstate(over="ignore"):
-                array = np.asarray(flat.reshape(shape[::-1]).T if by_columns else flat.reshape(shape), np.float32)
-            return array if array.flags.writeable else array.copy()
+        open_regular(path).close()
+        with warnings.catch_warnings(), np.errstate(over="ignore"):
+            warnings.simplefilter("ignore")  # warnings of Python's parser on the header
+            stored = np.lib.format.open_memmap(path, mode="r")
+            if stored.dtype.kind not in "biuf":
+                raise ValueError(f"it holds {stored.dtype}")
+            return np.array(stored, np.float32)
     except OSError as error:
         raise DataError(f"'{path}' cannot be read: {error.strerror or error}") from error
-    except (ValueError, TypeError, MemoryError) as error:
-        raise DataError(f"'{path}' is not a numeric .npy file: {error}") from error
-
-
-def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Return shape, Fortran order and dtype from the header of an .npy file."""
-    version = np.lib.format.read_magic(file)
-    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
-    if read is None:
-        raise ValueError(f"its version is {version[0]}.{version[1]}")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings of Python's parser on the header
-            shape, by_columns, dtype = read(file)
-    except (ArithmeticError, LookupError, RecursionError, SyntaxError, tokenize.TokenError) as error:
-        raise ValueError("its header is damaged") from error
-    if min(shape, default=0) < 0:
-        raise ValueError(f"its shape is {shape}")
-    return shape, by_columns, dtype
+    except _DAMAGED as error:
+        raise DataError(f"'{path}' is not a numeric .npy file: {' '.join(str(error).split())}") from error
 
 
 def read_any_mean(text: str) -> NDArray[np.float32] | None:

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,13 +77,16 @@ class LabelMapLayer(PrefetchingLayer):
 
     tops = (2, 2)
 
-    @abstractmethod
-    def list_of_files(self) -> tuple[str, str]:
-        """Return the list's file and the prefix of names."""
+    parameter: ClassVar[str] = "image_data_param"
+    """The layer's message in the prototxt."""
 
-    @abstractmethod
-    def order_settings(self) -> tuple[int, bool]:
-        """Return rand_skip and shuffle."""
+    @property
+    def settings(self) -> Any:
+        """The layer's message in the prototxt."""
+        return getattr(self.param, self.parameter)
+
+    def batch_size(self) -> int:
+        return int(self.settings.batch_size)
 
     @abstractmethod
     def read(self, number: int) -> Pair:
@@ -98,31 +102,40 @@ class LabelMapLayer(PrefetchingLayer):
         Raises:
             ConfigError: they contradict each other.
         """
+        self._size = self.both(self.settings.new_height, self.settings.new_width, "new_height and new_width")
 
     needs_labels = True
     """Whether each line has a second word."""
 
     def open(self) -> tuple[Source, list[tuple[int, ...]]]:
         self.check()
-        context, (source, root) = self.context, self.list_of_files()
+        context, param = self.context, self.settings
         self._transformer = DataTransformer(
             self.param.transform_param, context.phase, context.resolve, self.where, context.nvidia
         )
-        self.files = PairList(context.resolve(source), root, self.needs_labels)
-        skip, _ = self.order_settings()
-        if skip > len(self.files):
-            raise self.error(f"rand_skip {skip} is more than the {len(self.files)} images of '{source}'")
+        self.files = PairList(context.resolve(param.source), self.root_folder(), self.needs_labels)
+        if self._rand_skip > len(self.files):
+            raise self.error(
+                f"rand_skip {self._rand_skip} is more than the {len(self.files)} images of '{param.source}'"
+            )
         first = self._loader_of(0, 0).sample(0, 0)
         return self.files, [part.shape for part in first[: len(self.param.top)]]
+
+    def root_folder(self) -> str:
+        """Return what is put in front of the files' names."""
+        return str(self.settings.root_folder)
+
+    @property
+    def _rand_skip(self) -> int:
+        return getattr(self.settings, "rand_skip", 0)
 
     def make_loader(self) -> DescribingLoader:
         stream = self.random_stream()
         return self._loader_of(stream.seed, stream.stream)
 
     def _loader_of(self, seed: int, stream: int) -> SampleLoader:
-        skip, shuffle = self.order_settings()
-        skip = random.rand_skip_count(seed, stream, skip) if skip else 0
-        order = Sampler(len(self.files), skip, shuffle, seed, stream)
+        skip = random.rand_skip_count(seed, stream, self._rand_skip) if self._rand_skip else 0
+        order = Sampler(len(self.files), skip, self.settings.shuffle, seed, stream)
         key = (self._transformer.seed(seed), stream)
         return SampleLoader(
             self.where,
@@ -214,25 +227,16 @@ class DenseImageDataLayer(LabelMapLayer):
         DataError: the list or an image cannot be read, or an image and its labels differ in size.
     """
 
-    def batch_size(self) -> int:
-        return self.param.dense_image_data_param.batch_size
+    parameter = "dense_image_data_param"
 
     def check(self) -> None:
+        super().check()
         param, transform = self.param.dense_image_data_param, self.param.transform_param
-        self._size = self.both(param.new_height, param.new_width, "new_height and new_width")
         self._crop = self.both(param.crop_height, param.crop_width, "crop_height and crop_width")
         if transform.mirror or transform.crop_size:
             raise self.error("give mirror and the crop in dense_image_data_param, which moves the labels as well")
         if param.label_divide_factor < 1 or (param.label_divide_factor > 1 and self._crop):
             raise self.error("label_divide_factor must be at least 1, and 1 with a crop")
-
-    def list_of_files(self) -> tuple[str, str]:
-        param = self.param.dense_image_data_param
-        return param.source, param.root_folder
-
-    def order_settings(self) -> tuple[int, bool]:
-        param = self.param.dense_image_data_param
-        return param.rand_skip, param.shuffle
 
     def read(self, number: int) -> Pair:
         param = self.param.dense_image_data_param
@@ -242,27 +246,8 @@ class DenseImageDataLayer(LabelMapLayer):
         return self.crop_and_mirror(pair, rng, self._crop, self.param.dense_image_data_param.mirror)
 
 
-class _ImageDataPairs(LabelMapLayer):
-    """A layer with the settings of `image_data_param`."""
-
-    def batch_size(self) -> int:
-        return self.param.image_data_param.batch_size
-
-    def check(self) -> None:
-        param = self.param.image_data_param
-        self._size = self.both(param.new_height, param.new_width, "new_height and new_width")
-
-    def list_of_files(self) -> tuple[str, str]:
-        param = self.param.image_data_param
-        return param.source, param.root_folder
-
-    def order_settings(self) -> tuple[int, bool]:
-        param = self.param.image_data_param
-        return param.rand_skip, param.shuffle
-
-
 @register_layer("ImageSegData")
-class ImageSegDataLayer(_ImageDataPairs):
+class ImageSegDataLayer(LabelMapLayer):
     """Images and labels of their pixels (`image_seg_data_layer.cpp` of DeepLab and PSPNet).
 
     `label_type` says what a line of `source` has behind the image's name: PIXEL the name of a gray image of labels,
@@ -344,7 +329,7 @@ class ImageSegDataLayer(_ImageDataPairs):
 
 
 @register_layer("ImageLabelmapData")
-class ImageLabelmapDataLayer(_ImageDataPairs):
+class ImageLabelmapDataLayer(LabelMapLayer):
     """Images and maps of edges (`image_labelmap_data_layer.cpp` of HED and RCF).
 
     Each line of `source` has the names of an image and of a gray image. Labels are gray / 255, and 1 above 0.5. Both
@@ -384,8 +369,13 @@ class SegDataLayer(LabelMapLayer):
         DataError: the list or an image cannot be read, or an image and its labels differ in size.
     """
 
+    parameter = "seg_data_param"
+
     def batch_size(self) -> int:
         return 1
+
+    def root_folder(self) -> str:
+        return self.param.seg_data_param.root_dir
 
     def check(self) -> None:
         param = self.param.transform_param
@@ -396,13 +386,6 @@ class SegDataLayer(LabelMapLayer):
             raise self.error(f"stride of transform_param is {param.stride}; it must be at least 1")
         if param.HasField("mean_file"):
             raise self.error("has no mean_file, because images differ in size; give mean_value")
-
-    def list_of_files(self) -> tuple[str, str]:
-        param = self.param.seg_data_param
-        return param.source, param.root_dir
-
-    def order_settings(self) -> tuple[int, bool]:
-        return 0, self.param.seg_data_param.shuffle
 
     def read(self, number: int) -> Pair:
         return self.decoded(number, True, None)
