@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from threading import Lock
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +27,7 @@ from caffepy.data.sources.image_list import list_lines
 from caffepy.data.transform import check_transform
 from caffepy.errors import ConfigError, DataError
 from caffepy.formats.proto import caffe_pb2
+from caffepy.utils.files import working_folder
 
 logger = logging.getLogger(__name__)
 
@@ -125,37 +128,110 @@ def read_folder(path: str, first: int, length: int, step: int, size: tuple[int, 
     return _stacked([read_frame(f"{path}/{first + i * step:06d}.jpg", size) for i in range(length)], path)
 
 
+class VideoSource:
+    """The frames of a video file or camera. One thread reads at a time.
+
+    Args:
+        path: the file; None: a camera.
+        device: number of the camera.
+
+    Raises:
+        DataError: the video cannot be opened, or has no frames.
+    """
+
+    index = None
+
+    def __init__(self, path: Path | None, device: int = 0) -> None:
+        self.description = f"camera {device}" if path is None else f"video '{path}'"
+        self.is_camera = path is None
+        self._target: str | int = device if path is None else os.fspath(path)
+        self._lock = Lock()
+        self._next = 0
+        if path is not None and not os.path.isfile(path):
+            raise DataError(f"{self.description} does not exist or is not a file (looked from {working_folder()})")
+        self._capture: Any
+        self._open()
+        frames = 0 if path is None else int(self._capture.get(opencv().CAP_PROP_FRAME_COUNT))
+        self._length = frames if frames > 0 else sys.maxsize
+        self._first: NDArray[np.uint8] | None = None
+        try:
+            self._first = self.frame(0)
+        except DataError as error:
+            self.close()
+            raise DataError(f"{self.description}: frame 0 {error}") from error
+
+    def _open(self) -> None:
+        self._capture = opencv().VideoCapture(self._target)
+        self._next = 0
+        if not self._capture.isOpened():
+            raise DataError(f"{self.description} cannot be opened by OpenCV")
+
+    def __len__(self) -> int:
+        """Return the number of frames; sys.maxsize if it is unknown."""
+        return self._length
+
+    def frame(self, number: int) -> NDArray[np.uint8]:
+        """Return a frame (C, H, W). A camera returns its current frame.
+
+        The first frame is stored, because the net's shapes follow from it: `frame(0)` returns it again.
+
+        Raises:
+            DataError: there is no such frame. The message lacks the subject, which the caller prepends.
+        """
+        with self._lock:
+            if number == 0 and self._first is not None:
+                return self._first
+            if not self.is_camera:
+                self._skip_to(number)
+            done, image = self._capture.read()
+            self._next += 1
+            if not done or image is None:
+                raise DataError("cannot be read" if self.is_camera else "does not exist: the video has ended")
+            return as_channels_first(image)
+
+    def _skip_to(self, number: int) -> None:
+        """Decode frames up to `number`, because seeking is inexact in many formats."""
+        if number < self._next:
+            self._capture.release()
+            self._open()
+        while self._next < number:
+            if not self._capture.grab():
+                raise DataError("does not exist: the video has ended")
+            self._next += 1
+
+    def fingerprint(self) -> dict[str, str]:
+        first = b"" if self._first is None or self.is_camera else np.ascontiguousarray(self._first).tobytes()
+        return {"the number of frames": str(len(self)), "the hash of the first frame": hash_of(first)}
+
+    def close(self) -> None:
+        """Release the file or camera. Idempotent."""
+        with self._lock:
+            capture, self._capture = self._capture, None
+        if capture is not None:
+            capture.release()
+
+
 def read_video(path: str, first: Callable[[int], int], length: int, step: int, size: tuple[int, int] | None) -> Pixels:
     """Return frames of a video as a clip (3, length, H, W).
 
     Raises:
         DataError: the video cannot be opened, has too few frames, or a frame cannot be read.
     """
-    if not os.path.isfile(path):
-        raise DataError(f"'{path}' does not exist or is not a file")
-    capture = opencv().VideoCapture(path)
+    video = VideoSource(Path(path))
     try:
-        if not capture.isOpened():
-            raise DataError(f"'{path}' cannot be opened by OpenCV as a video")
-        count = int(capture.get(opencv().CAP_PROP_FRAME_COUNT))
+        count = len(video)
         if count < length * step:
             raise DataError(f"'{path}' has {count} frames; a clip needs {length * step}")
         start = first(count)
         if start < 0 or start + length * step > count:
             raise DataError(f"'{path}' has {count} frames; a clip of {length * step} cannot begin at frame {start}")
-        frames: list[Pixels] = []
-        for number in range(start + (length - 1) * step + 1):  # seeking is inexact in many formats
-            done = capture.grab()
-            if done and number >= start and (number - start) % step == 0:
-                done, image = capture.retrieve()
-                if done and image is not None:
-                    frame = as_channels_first(image)
-                    frames.append(frame if size is None else resize_image(frame, *size))
-            if not done:
-                raise DataError(f"'{path}': frame {number} cannot be read")
-        return _stacked(frames, path)
+        try:
+            frames = [video.frame(start + i * step) for i in range(length)]
+        except DataError as error:
+            raise DataError(f"'{path}': a frame {error}") from error
     finally:
-        capture.release()
+        video.close()
+    return _stacked([frame if size is None else resize_image(frame, *size) for frame in frames], path)
 
 
 def _stacked(frames: list[Pixels], path: str) -> Pixels:

@@ -299,6 +299,17 @@ def resize_image(image: Image, height: int, width: int, interpolation: int = LIN
     return as_channels_first(resize(image.transpose(1, 2, 0), height, width, interpolation, ipp=True))
 
 
+def cut(pixels: Pixels, top: int, left: int, size: tuple[int, int], border: int = 0) -> Pixels:
+    """Return the part of an image that begins at a row and column, which may lie outside, filled with `border`."""
+    result = np.full((*size, *pixels.shape[2:]), border, pixels.dtype)
+    begins = max(top, 0), max(left, 0)
+    ends = min(top + size[0], pixels.shape[0]), min(left + size[1], pixels.shape[1])
+    if begins[0] < ends[0] and begins[1] < ends[1]:
+        part = pixels[begins[0] : ends[0], begins[1] : ends[1]]
+        result[begins[0] - top : ends[0] - top, begins[1] - left : ends[1] - left] = part
+    return result
+
+
 def copy_planes(image: NDArray[np.uint8], planes: NDArray[np.uint8]) -> None:
     """Copy an image (C, H, W) into contiguous planes of the same shape.
 

@@ -119,6 +119,8 @@ class SampleLoader:
         name: returns the name of a record, for messages. Thread-safe.
         order: of the records; None: a sample's record has its number.
         threads: that make samples.
+        objects: the top that lists the objects of all images of a batch as rows of image and values, and the row of a
+            batch without any; None: there is none.
     """
 
     def __init__(
@@ -128,8 +130,10 @@ class SampleLoader:
         name: Callable[[int], str],
         order: Sampler | None = None,
         threads: int = 1,
+        objects: tuple[int, Sequence[float]] | None = None,
     ) -> None:
         self.where = where
+        self._objects_top, self._no_object = objects or (-1, ())
         self._make, self._name = make, name
         self._order = order or Sampler(sys.maxsize)
         self._record = 0
@@ -171,10 +175,14 @@ class SampleLoader:
             DataError: a sample cannot be made, or samples of the batch differ in shape.
         """
         records = self._order.records(first, count).tolist()
+        rows: list[NDArray[np.float32]] = [np.empty((0, len(self._no_object)), np.float32)] * count
 
         def fill(index: int) -> None:
             for top, part in enumerate(self.sample(records[index], first + index)[: len(batch.arrays)]):
                 shape = (count, *part.shape)
+                if top == self._objects_top:
+                    rows[index] = np.insert(part, 0, index, axis=1)
+                    continue
                 if index == 0:
                     check_shape(shape, self.where)
                     batch.array(top, shape)
@@ -188,4 +196,8 @@ class SampleLoader:
 
         fill(0)  # sets the shapes
         self._workers.run(fill, range(1, count))
+        if 0 <= self._objects_top < len(batch.arrays):
+            found = np.concatenate(rows)
+            found = found if len(found) else np.array([self._no_object], np.float32)
+            batch.array(self._objects_top, (*found.shape, 1, 1))[...] = found[:, :, None, None]
         self._order.prepare_next_epoch()

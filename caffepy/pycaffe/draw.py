@@ -89,7 +89,7 @@ class NetGraph:
     """A net's graph, with the pydot methods that scripts use.
 
     Args:
-        net: the net.
+        caffe_net: the net.
         rankdir: LR, RL, TB or BT.
         label_edges: whether edges of the text output have labels; drawings label edges with blob names.
         phase: caffe_pb2.TRAIN or TEST, None: all layers.
@@ -97,9 +97,14 @@ class NetGraph:
     """
 
     def __init__(
-        self, net: NetParameter, rankdir: str, label_edges: bool, phase: int | None, display_lrm: bool
+        self,
+        caffe_net: NetParameter,
+        rankdir: str,
+        label_edges: bool = True,
+        phase: int | None = None,
+        display_lrm: bool = False,
     ) -> None:
-        self._net = net
+        self._net = caffe_net
         self._rankdir = rankdir
         self._label_edges = label_edges
         self._phase = phase
@@ -149,15 +154,8 @@ def _quoted(text: str) -> str:
     return f'"{escaped}"'
 
 
-def get_pydot_graph(
-    caffe_net: NetParameter,
-    rankdir: str,
-    label_edges: bool = True,
-    phase: int | None = None,
-    display_lrm: bool = False,
-) -> NetGraph:
-    """Return a net's graph as an object with pydot's methods. Arguments as in `NetGraph`."""
-    return NetGraph(caffe_net, rankdir, label_edges, phase, display_lrm)
+get_pydot_graph = NetGraph
+"""Caffe's name."""
 
 
 def draw_net(

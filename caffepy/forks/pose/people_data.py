@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.data import random
-from caffepy.data.images import MAX_PIXELS, opencv, read_image, rounded, to_pixels
+from caffepy.data.images import AREA, CUBIC, MAX_PIXELS, cut, opencv, read_image, resize, rounded, to_pixels
 from caffepy.data.random import SampleRng
 from caffepy.data.sampler import SampleLoader, Sampler
 from caffepy.data.sources.databases import RecordSource
@@ -40,6 +40,7 @@ from caffepy.forks.pose.people import (
     planes_of,
     read_people,
     rotation,
+    scaled,
     scaling,
     shift,
     warped,
@@ -213,17 +214,14 @@ class CPMDataLayer(RecordsLayer):
 
     def _augmented(self, image: Pixels, mask: Pixels, people: People, rng: SampleRng) -> tuple[Pixels, Pixels]:
         """Return image and mask of the net's size; move the people likewise."""
-        cv2, param = opencv(), self.settings
-        factor = 1.0
+        param, factor = self.settings, 1.0
         if rng.uniform(0, 1) <= param.scale_prob:
             factor = rng.uniform(param.scale_min, param.scale_max)
         scale = param.target_dist / people.people[0].scale * factor
         for side in image.shape[:2]:
             check_side(side * scale)
-        image, mask = (
-            np.asarray(cv2.resize(part, None, fx=scale, fy=scale, interpolation=cv2.INTER_CUBIC), np.uint8)
-            for part in (image, mask)
-        )
+        image, mask = (scaled(part, scale) for part in (image, mask))
+        mask = mask[:, :, 0]
         people.move(scaling(scale))
         size = (image.shape[0], image.shape[1])
         matrix, box = rotation(size, (rng.uniform(0, 1) - 0.5) * 2 * param.max_rotate_degree)
@@ -244,14 +242,12 @@ class CPMDataLayer(RecordsLayer):
         return image, mask
 
     def _maps(self, height: int, width: int, mask: Pixels, people: People) -> Floats:
-        cv2, param, skeleton = opencv(), self.settings, self._skeleton
+        param, skeleton = self.settings, self._skeleton
         grid = Grid(height // param.stride, width // param.stride, param.stride)
         count, limbs = skeleton.channels, 2 * len(skeleton.limbs)
         maps = np.zeros((2 * count, grid.height, grid.width), np.float32)
-        small = cv2.resize(
-            np.ascontiguousarray(mask), None, fx=1 / param.stride, fy=1 / param.stride, interpolation=cv2.INTER_CUBIC
-        )
-        maps[:count] = np.asarray(small, np.float32)[: grid.height, : grid.width] / 255
+        small = scaled(np.ascontiguousarray(mask), 1 / param.stride)[: grid.height, : grid.width, 0]
+        maps[:count] = np.asarray(small, np.float32) / 255
         for part, state in enumerate(people.people[0].states):
             if state == _UNNAMED:
                 maps[part] = 0
@@ -267,17 +263,6 @@ class CPMDataLayer(RecordsLayer):
                     targets[2 * index][near], targets[2 * index + 1][near] = direction
         targets[-1] = np.maximum(1 - targets[limbs:-1].max(axis=0), 0)
         return maps
-
-
-def cut(image: Pixels, top: int, left: int, size: tuple[int, int], border: int) -> Pixels:
-    """Return the part of an image that begins at a row and column, which may lie outside, filled with `border`."""
-    result = np.full((*size, *image.shape[2:]), border, np.uint8)
-    begins = max(top, 0), max(left, 0)
-    ends = min(top + size[0], image.shape[0]), min(left + size[1], image.shape[1])
-    if begins[0] < ends[0] and begins[1] < ends[1]:
-        part = image[begins[0] : ends[0], begins[1] : ends[1]]
-        result[begins[0] - top : ends[0] - top, begins[1] - left : ends[1] - left] = part
-    return result
 
 
 def swap(people: People, skeleton: Skeleton) -> None:
@@ -529,7 +514,7 @@ class OPDataLayer(RecordsLayer):
         records = self._origins.background
         if records is None or (self.context.phase != caffe_pb2.TRAIN and not self._background_chance):
             return None
-        cv2, param = opencv(), self.settings
+        param = self.settings
         planes = planes_of(records.read(number % len(records)))
         if planes.shape[0] < 3:
             raise DataError(f"takes a background of {planes.shape[0]} planes; it needs 3")
@@ -537,12 +522,12 @@ class OPDataLayer(RecordsLayer):
         height, width = param.crop_size_y, param.crop_size_x
         if image.shape[1] > width and image.shape[0] > height:
             ratio = max(width / image.shape[1], height / image.shape[0])
-            sizes = max(rounded(ratio * image.shape[1]), width), max(rounded(ratio * image.shape[0]), height)
-            image = cv2.resize(image, sizes, interpolation=cv2.INTER_CUBIC)
-            left, top = (rounded(free * rng.uniform(0, 1)) for free in (sizes[0] - width, sizes[1] - height))
+            rows, columns = (max(rounded(ratio * a), b) for a, b in zip(image.shape, (height, width), strict=False))
+            image = resize(image, rows, columns, CUBIC, ipp=True)
+            left, top = (rounded(free * rng.uniform(0, 1)) for free in (columns - width, rows - height))
             image = image[top : top + height, left : left + width]
         else:
-            image = cv2.resize(image, (width, height), interpolation=cv2.INTER_CUBIC)
+            image = resize(image, height, width, CUBIC, ipp=True)
         return np.ascontiguousarray(image[:, ::-1])
 
     def _normalised(self, image: Pixels) -> Floats:
@@ -630,13 +615,13 @@ class OPDataLayer(RecordsLayer):
         return maps
 
     def _maps(self, origin: Origin, people: People, height: int, width: int, mask: Pixels) -> Floats:
-        cv2, param, model = opencv(), self.settings, origin.model
+        param, model = self.settings, origin.model
         skeleton = model.skeleton
         grid = Grid(height // param.stride, width // param.stride, param.stride)
         count, limbs = skeleton.channels, 2 * len(skeleton.limbs)
         maps = np.zeros((2 * count, grid.height, grid.width), np.float32)
         weights, targets = maps[:count], maps[count:]
-        small = cv2.resize(np.ascontiguousarray(mask), (grid.width, grid.height), interpolation=cv2.INTER_AREA)
+        small = resize(np.ascontiguousarray(mask), grid.height, grid.width, AREA, ipp=True)[:, :, 0]
         weights[:] = np.asarray(small, np.float32) / 255
         ignored = set(np.flatnonzero(people.people[0].states >= IGNORED).tolist())
         if skeleton.parts > model.lmdb_parts:

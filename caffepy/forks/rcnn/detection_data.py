@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from caffepy.data.images import rounded
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng
-from caffepy.data.sampler import Sampler
+from caffepy.data.sampler import SampleLoader, Sampler
 from caffepy.data.transforms.boxes import CORNERS, EXACT
 from caffepy.data.transforms.im_transforms import check_distort, distort
 from caffepy.errors import DataError
@@ -25,7 +25,6 @@ from caffepy.forks.rcnn.object_windows import (
     LabelMap,
     Matching,
     Normaliser,
-    ObjectWindowLoader,
     ObjectWindowSource,
     Placed,
     Scene,
@@ -137,17 +136,9 @@ class AnchorLabelsLayer(PrefetchingLayer):
         return [*shapes, (self.columns, 1, 1)] if self.settings.output_gt_boxes else shapes
 
 
-def object_rows(index: int, boxes: Floats, labels: Floats, *flags: NDArray[np.bool_]) -> Floats:
-    """Return a row (index, x1, y1, x2, y2, label, flags) for each object of the batch's image `index`."""
-    image = np.full((len(labels), 1), index, _f32)
-    return np.column_stack([image, boxes, labels, *flags]).astype(_f32)
-
-
-def put_objects(rows: list[Floats], batch: Batch, top: int, none: Sequence[float]) -> None:
-    """Write the objects of a batch, or the row `none` if there are none."""
-    found = np.concatenate(rows)
-    found = found if len(found) else np.array([none], _f32)
-    batch.array(top, (*found.shape, 1, 1))[...] = found[:, :, None, None]
+def object_rows(boxes: Floats, labels: Floats, *flags: NDArray[np.bool_]) -> Floats:
+    """Return a row (x1, y1, x2, y2, label, flags) for each object of an image."""
+    return np.column_stack([boxes, labels, *flags]).astype(_f32)
 
 
 # -- DetectionData -------------------------------------------------------------------------------------
@@ -335,8 +326,8 @@ class AspectOrder(Sampler):
         return np.concatenate([*parts, *(kind[begin:] for kind, begin in zip(kinds, used, strict=True))])
 
 
-class DetectionDataLoader(ObjectWindowLoader):
-    """Fills batches of DetectionData; a `Loader`.
+class DetectionDataLoader(SampleLoader):
+    """Fills batches of DetectionData.
 
     Args:
         source: the images.
@@ -356,27 +347,16 @@ class DetectionDataLoader(ObjectWindowLoader):
         where: str,
         threads: int = 1,
     ) -> None:
-        super().__init__(source, settings.order(source, seed, stream), where, threads)
+        order, objects = settings.order(source, seed, stream), (1 + len(settings.maps), _NO_OBJECT)
+        super().__init__(where, self._tops, source.name, order, threads, objects)
+        self.source = source
         self._settings = settings
         self._key = (seed, stream)
+        self._sizes, self._canvas = Sizes(settings.param, 1.0), (0, 0)
 
     def load(self, first: int, count: int, batch: Batch) -> None:
-        """Fill `batch` with the global samples [first, first + count)."""
-        sizes = Sizes(self._settings.param, self._ratio(first))
-        rows: list[Floats] = [np.empty((0, COLUMNS), _f32)] * count
-        canvas: list[tuple[int, int]] = []
-
-        def fill(index: int, number: int) -> None:
-            rng = SampleRng(*self._key, first + index)
-            scene = self._scene(number, sizes, rng)
-            if not canvas:  # the first image sets the shape of the batch
-                canvas.append(sizes.canvas(scene.size))
-                check_shape((count, 3, *canvas[0]), self.where)
-            rows[index] = self._put(number, scene, index, count, canvas[0], rng, batch)
-
-        self.fill_all(first, count, fill, alone=1)
-        if self._settings.param.output_gt_boxes:
-            put_objects(rows, batch, 1 + len(self._settings.maps), _NO_OBJECT)
+        self._sizes, self._canvas = Sizes(self._settings.param, self._ratio(first)), (0, 0)
+        super().load(first, count, batch)
 
     def _ratio(self, first: int) -> float:
         """Return the template_ratio of the batch that begins with a sample."""
@@ -395,18 +375,17 @@ class DetectionDataLoader(ObjectWindowLoader):
             scene = scene.mirrored()
         return scene.resized(*sizes.resized(scene.size))
 
-    def _put(
-        self, number: int, scene: Scene, index: int, count: int, canvas: tuple[int, int], rng: SampleRng, batch: Batch
-    ) -> Floats:
-        """Write one image and its labels, and return the rows of its objects."""
-        settings, entry = self._settings, self.source.entries[number]
+    def _tops(self, number: int, sample: int) -> list[Floats]:
+        """Return an image, its labels, and the rows of its objects."""
+        settings, entry, rng = self._settings, self.source.entries[number], SampleRng(*self._key, sample)
+        scene, param = self._scene(number, self._sizes, rng), settings.param
+        if self._canvas == (0, 0):  # the first image sets the shape of the batch
+            self._canvas = self._sizes.canvas(scene.size)
+            check_shape((3, *self._canvas), self.where)
+        canvas = self._canvas
         placed = self._place(scene, canvas, rng)
-        placed.put(settings.normaliser, batch.array(0, (count, 3, *canvas))[index])
-        boxes, param = placed.scene.boxes, settings.param
+        boxes = placed.scene.boxes
         ignored = entry.flags[:, 0] | is_outside(boxes, (param.min_gt_width, param.min_gt_height), canvas)
-        labels = [
-            batch.array(1 + i, (count, CHANNELS, *one.shape(*canvas)))[index] for i, one in enumerate(settings.maps)
-        ]
         matching = Matching(
             CORNERS,
             param.fg_threshold,
@@ -415,8 +394,9 @@ class DetectionDataLoader(ObjectWindowLoader):
             param.anchor_ignore_margin_ratio if param.HasField("anchor_ignore_margin_ratio") else None,
             param.anchor_ignore_iou_thr if param.HasField("anchor_ignore_iou_thr") else None,
         )
-        label_anchors(settings.maps, matching, Truth(entry.labels, boxes, ignored), placed, labels)
-        return object_rows(index, boxes, entry.labels, ignored, entry.flags[:, 1])
+        labels = label_anchors(settings.maps, matching, Truth(entry.labels, boxes, ignored), placed, canvas)
+        rows = object_rows(boxes, entry.labels, ignored, entry.flags[:, 1])
+        return [placed.image(settings.normaliser, canvas), *labels, rows]
 
     def _place(self, scene: Scene, canvas: tuple[int, int], rng: SampleRng) -> Placed:
         """Rescale an image at random, and crop it near an object."""
@@ -519,8 +499,8 @@ def eval_size(param: caffe_pb2.EvalDataParameter, size: tuple[int, int]) -> tupl
     return to_step(size[0]), to_step(size[1])
 
 
-class EvalDataLoader(ObjectWindowLoader):
-    """Fills batches of EvalData; a `Loader`.
+class EvalDataLoader(SampleLoader):
+    """Fills batches of EvalData.
 
     Args:
         source: the images.
@@ -538,27 +518,19 @@ class EvalDataLoader(ObjectWindowLoader):
         where: str,
         nvidia: bool,
     ) -> None:
-        super().__init__(source, Sampler(len(source)), where, 1)
+        super().__init__(where, self._tops, source.name, Sampler(len(source)), objects=(1, _NO_OBJECT))
+        self.source = source
         self._param = param
         self._normaliser = normaliser
         self._nvidia = nvidia
 
-    def load(self, first: int, count: int, batch: Batch) -> None:
-        """Fill `batch` with the global samples [first, first + count)."""
-        rows: list[Floats] = [np.empty((0, COLUMNS), _f32)] * count
-
-        def fill(index: int, number: int) -> None:
-            entry = self.source.entries[number]
-            scene = Scene(self.source.read(number, self._nvidia), entry.boxes, entry.ignored)
-            scene = scene.resized(*eval_size(self._param, scene.size))
-            check_shape((count, 3, *scene.size), self.where)
-            self._normaliser.put(scene.pixels, batch.array(0, (count, 3, *scene.size))[index])
-            if len(batch.arrays) > 2:
-                batch.array(2, (count, 2, 1, 1))[index] = np.array(scene.size, _f32).reshape(2, 1, 1)
-            rows[index] = object_rows(index, scene.boxes, entry.labels, entry.flags[:, 0], entry.flags[:, 1])
-
-        self.fill_all(first, count, fill)
-        put_objects(rows, batch, 1, _NO_OBJECT)
+    def _tops(self, number: int, _: int) -> list[Floats]:
+        """Return an image, the rows of its objects, and its height and width."""
+        entry = self.source.entries[number]
+        scene = Scene(self.source.read(number, self._nvidia), entry.boxes, entry.ignored)
+        scene = scene.resized(*eval_size(self._param, scene.size))
+        rows = object_rows(scene.boxes, entry.labels, entry.flags[:, 0], entry.flags[:, 1])
+        return [self._normaliser.apply(scene.pixels), rows, np.array(scene.size, _f32).reshape(2, 1, 1)]
 
 
 # -- ImageGtData ---------------------------------------------------------------------------------------
@@ -644,8 +616,8 @@ class ImageGtSettings:
     nvidia: bool
 
 
-class ImageGtLoader(ObjectWindowLoader):
-    """Fills batches of ImageGtData; a `Loader`.
+class ImageGtLoader(SampleLoader):
+    """Fills batches of ImageGtData.
 
     Args:
         source: the images.
@@ -670,34 +642,16 @@ class ImageGtLoader(ObjectWindowLoader):
         if not len(self._images):
             raise DataError(f"{where}: fg_img_multiple is 0, and each image of {source.description} has an object")
         order = Sampler(len(self._images), 0, settings.param.shuffle, seed, stream)
-        super().__init__(source, order, where, threads)
+        objects = (1 + len(settings.maps), _IGNORED_OBJECT)
+        super().__init__(where, self._tops, lambda n: source.name(self._images[n]), order, threads, objects)
+        self.source = source
         self._settings = settings
         self._key = (seed, stream)
 
-    def image_of(self, record: int) -> int:
-        return int(self._images[record])
-
-    def load(self, first: int, count: int, batch: Batch) -> None:
-        """Fill `batch` with the global samples [first, first + count)."""
-        settings = self._settings
-        images = batch.array(0, (count, 3, *settings.size))
-        labels = [
-            batch.array(1 + i, (count, CHANNELS, *one.shape(*settings.size))) for i, one in enumerate(settings.maps)
-        ]
-        rows: list[Floats] = [np.empty((0, _COLUMNS), _f32)] * count
-
-        def fill(index: int, number: int) -> None:
-            rng = SampleRng(*self._key, first + index)
-            truth = self._put(number, rng, images[index], [one[index] for one in labels])
-            rows[index] = object_rows(index, truth.boxes, truth.labels, truth.ignored)
-
-        self.fill_all(first, count, fill)
-        if settings.param.output_gt_boxes:
-            put_objects(rows, batch, 1 + len(labels), _IGNORED_OBJECT)
-
-    def _put(self, number: int, rng: SampleRng, image: Floats, labels: list[Floats]) -> Truth:
-        """Write one image and its labels, and return its objects."""
-        settings, entry = self._settings, self.source.entries[number]
+    def _tops(self, record: int, sample: int) -> list[Floats]:
+        """Return an image, its labels, and the rows of its objects."""
+        number, rng, settings = int(self._images[record]), SampleRng(*self._key, sample), self._settings
+        entry = self.source.entries[number]
         param = settings.param
         scene = Scene(self.source.read(number, settings.nvidia), entry.boxes, entry.ignored)
         if settings.mirror and rng.below(2):
@@ -711,12 +665,13 @@ class ImageGtLoader(ObjectWindowLoader):
             if param.do_multiple_scale and rng.below(2):
                 factors = factors_of_scales(param, box, rng)
         placed = place(scene, factors, center, settings.size, rng)
-        placed.put(settings.normaliser, image)
         boxes = placed.scene.boxes
         small = is_outside(boxes, (param.min_gt_width, param.min_gt_height), settings.size)
         truth = Truth(entry.labels, boxes, entry.flags[:, 0] | small)
-        label_anchors(settings.maps, Matching(EXACT, param.fg_threshold, _IGNORED, _PICKUP), truth, placed, labels)
-        return truth
+        matching = Matching(EXACT, param.fg_threshold, _IGNORED, _PICKUP)
+        labels = label_anchors(settings.maps, matching, truth, placed, settings.size)
+        rows = object_rows(truth.boxes, truth.labels, truth.ignored)
+        return [placed.image(settings.normaliser, settings.size), *labels, rows]
 
 
 def factors_of_scales(param: caffe_pb2.ImageGtDataParameter, box: Floats, rng: SampleRng) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,11 +20,9 @@ from numpy.typing import NDArray
 
 from caffepy.data.images import MAX_PIXELS, Pixels, decode_image, read_file, resize, rounded, to_pixels
 from caffepy.data.random import SampleRng
-from caffepy.data.sampler import Sampler
 from caffepy.data.sources.databases import hash_of
 from caffepy.data.transform import check_transform
 from caffepy.data.transforms.boxes import EXACT, PixelBoxes, pixel_overlaps
-from caffepy.data.workers import Workers
 from caffepy.errors import DataError
 from caffepy.layers.layer import Layer
 from caffepy.utils.files import read_list
@@ -139,7 +137,7 @@ class ObjectWindowSource:
 
     def name(self, number: int) -> str:
         """Return the name of an image for messages."""
-        return f"image {number} ('{self.entries[number].path}')"
+        return f"image {number} ('{self.entries[number].path}') of {self.description}"
 
     def fingerprint(self) -> dict[str, str]:
         return {"the number of images": str(len(self)), "the hash of the window file": self._hash}
@@ -167,76 +165,12 @@ def open_object_windows(layer: Layer, source: str, root_folder: str, difficult: 
     return windows
 
 
-class ObjectWindowLoader:
-    """Reads the images of a window file in an order; the base of three layers' `Loader`.
-
-    Args:
-        source: the images.
-        order: of the images.
-        where: the layer, for messages.
-        threads: number of decoder threads.
-    """
-
-    def __init__(self, source: ObjectWindowSource, order: Sampler, where: str, threads: int) -> None:
-        self.source = source
-        self.where = where
-        self._order = order
-        self._image = 0
-        self._workers = Workers(threads, f"read for {where}")
-
-    @property
-    def reading(self) -> str:
-        return f"image {self._image} of {self.source.description}"
-
-    def close(self) -> None:
-        self._workers.close()
-        self._order.close()
-
-    def describe(self, sample: int) -> str:
-        return self.source.name(self.image_of(int(self._order.copy().records(sample, 1)[0])))
-
-    def image_of(self, record: int) -> int:
-        """Return the index of a record's image in the file."""
-        return record
-
-    def fill_all(self, first: int, count: int, fill: Callable[[int, int], None], alone: int = 0) -> None:
-        """Call `fill` with the index in the batch and the image of each of the samples [first, first + count).
-
-        Args:
-            first: global number of the first sample.
-            count: number of samples.
-            fill: writes one image to the batch; may run in several threads.
-            alone: number of images at the begin of the batch that are written in turn, before threads write the rest.
-
-        Raises:
-            DataError: an image cannot be read.
-        """
-        records = self._order.records(first, count)
-
-        def fill_one(index: int) -> None:
-            number = self._image = self.image_of(int(records[index]))
-            try:
-                fill(index, number)
-            except DataError as error:
-                name = f"{self.source.description}: {self.source.name(number)}"
-                raise DataError(f"{self.where}: {name} {error}") from error
-
-        for index in range(alone):
-            fill_one(index)
-        self._workers.run(fill_one, range(alone, count))
-        self._order.prepare_next_epoch()
-
-    def load_bytes(self, *_: object) -> int:
-        """Return 0: batches are float32."""
-        return 0
-
-
 # -- images --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Normaliser:
-    """Writes pixels to a batch: (pixel - mean) * scale.
+    """(pixel - mean) * scale.
 
     Args:
         mean: one value for each channel.
@@ -246,9 +180,9 @@ class Normaliser:
     mean: Floats
     scale: float
 
-    def put(self, pixels: Pixels, out: Floats) -> None:
-        """Write pixels (H, W, 3) to an array (3, H, W)."""
-        out[...] = (pixels.astype(_f32) - self.mean).transpose(2, 0, 1) * _f32(self.scale)
+    def apply(self, pixels: Pixels) -> Floats:
+        """Return the values (3, H, W) of pixels (H, W, 3)."""
+        return np.asarray((pixels.astype(_f32) - self.mean).transpose(2, 0, 1) * _f32(self.scale))
 
 
 def read_normaliser(layer: Layer, scale: float) -> Normaliser:
@@ -324,11 +258,11 @@ class Placed:
     left: int
     top: int
 
-    def put(self, normaliser: Normaliser, out: Floats) -> None:
-        """Write the image to an array (3, H, W); the rest is 0."""
-        height, width = self.scene.size
-        out[...] = 0
-        normaliser.put(self.scene.pixels, out[:, self.top : self.top + height, self.left : self.left + width])
+    def image(self, normaliser: Normaliser, canvas: tuple[int, int]) -> Floats:
+        """Return the canvas (3, H, W) with the image; the rest is 0."""
+        (height, width), out = self.scene.size, np.zeros((3, *canvas), _f32)
+        out[:, self.top : self.top + height, self.left : self.left + width] = normaliser.apply(self.scene.pixels)
+        return out
 
 
 def place(
@@ -461,12 +395,15 @@ def is_outside(boxes: Floats, least: tuple[float, float], canvas: tuple[int, int
     return outside[:, 0] | outside[:, 1]
 
 
-def label_anchors(maps: list[LabelMap], matching: Matching, truth: Truth, placed: Placed, outs: list[Floats]) -> None:
-    """Write the maps (6, rows, columns) of one image.
+def label_anchors(
+    maps: list[LabelMap], matching: Matching, truth: Truth, placed: Placed, canvas: tuple[int, int]
+) -> list[Floats]:
+    """Return the maps (6, rows, columns) of one image on a canvas of this height and width.
 
     Anchors outside the image, and those to ignore, have label 0 and overlap 1: neither object nor background. An anchor
     that matches an ignored object has label 0 and its overlap.
     """
+    outs = [np.empty((CHANNELS, *one.shape(*canvas)), _f32) for one in maps]
     extra = _f32(0 if matching.kind == EXACT else 1)
     objects = _boxes(truth.boxes, matching.kind)
     ignored = _boxes(placed.scene.ignored, matching.kind)
@@ -503,6 +440,7 @@ def label_anchors(maps: list[LabelMap], matching: Matching, truth: Truth, placed
                 sides[number],
                 None if matching.kind == EXACT else best[number],
             )
+    return outs
 
 
 def _boxes(corners: Floats, kind: int) -> PixelBoxes:

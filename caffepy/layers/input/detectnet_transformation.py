@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.images import CUBIC, Pixels, call_opencv, opencv, resize, rounded, to_pixels
+from caffepy.data.images import CUBIC, Pixels, call_opencv, cut, opencv, resize, rounded, to_pixels
 from caffepy.data.mean import read_mean
 from caffepy.data.random import SampleRng
 from caffepy.errors import DataError
@@ -209,7 +209,7 @@ def augment_image(pixels: Pixels, augmentation: Augmentation, mean: Floats, outp
         size = rotated_size(pixels.shape[:2], augmentation.rotation)
         matrix, canvas = _rotation_matrix(pixels.shape[:2], augmentation.rotation), np.zeros((*size, 3), np.float32)
         pixels = call_opencv("warpAffine", pixels, matrix, size[::-1], canvas, cv2.INTER_LINEAR, cv2.BORDER_TRANSPARENT)
-    result: Pixels = _crop(pixels, augmentation.crop, output) * _f32(255)
+    result: Pixels = cut(pixels, *augmentation.crop, output) * _f32(255)
     return result
 
 
@@ -220,18 +220,6 @@ def _change_colors(pixels: Pixels, augmentation: Augmentation) -> Pixels:
     if augmentation.saturation < 1 - 1 / 255:
         hsv[:, :, 1] *= _f32(augmentation.saturation)
     return call_opencv("cvtColor", hsv, cv2.COLOR_HSV2BGR)
-
-
-def _crop(pixels: Pixels, crop: tuple[int, int], output: Size) -> Floats:
-    """Return the part of size `output` from `crop` on, with zeros outside of the image."""
-    result = np.zeros((*output, 3), np.float32)
-    begins = [max(start, 0) for start in crop]
-    ends = [min(start + side, size) for start, side, size in zip(crop, output, pixels.shape[:2], strict=True)]
-    if all(end > begin for begin, end in zip(begins, ends, strict=True)):
-        top, left = (begin - start for begin, start in zip(begins, crop, strict=True))
-        part = pixels[begins[0] : ends[0], begins[1] : ends[1]]
-        result[top : top + part.shape[0], left : left + part.shape[1]] = part
-    return result
 
 
 def augment_boxes(boxes: Floats, augmentation: Augmentation, size: Size) -> Floats:

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
-from threading import Lock
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,18 +14,17 @@ from caffepy.data.clips import (
     FrameClips,
     SegmentClips,
     SegmentTransform,
+    VideoSource,
     is_of_segments,
 )
-from caffepy.data.images import Image, as_channels_first, opencv
+from caffepy.data.images import Image
 from caffepy.data.random import SampleRng
 from caffepy.data.sampler import SampleLoader, Sampler
-from caffepy.data.sources.databases import hash_of
 from caffepy.data.transform import DataTransformer
 from caffepy.errors import DataError
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
 from caffepy.layers.layer import register_layer
-from caffepy.utils.files import working_folder
 
 
 def clip_loader(
@@ -213,89 +206,3 @@ class VideoLoader(SampleLoader):
             return self._transformer.output_shape(first.shape)
         except DataError as error:
             raise DataError(f"{self.where}: {self._source.description}: frame 0 {error}") from error
-
-
-# -- frames --------------------------------------------------------------------------------------------
-
-
-class VideoSource:
-    """The frames of a video file or camera. One thread reads at a time.
-
-    Args:
-        path: the file; None: a camera.
-        device: number of the camera.
-
-    Raises:
-        DataError: the video cannot be opened, or has no frames.
-    """
-
-    index = None
-
-    def __init__(self, path: Path | None, device: int = 0) -> None:
-        self.description = f"camera {device}" if path is None else f"video '{path}'"
-        self.is_camera = path is None
-        self._target: str | int = device if path is None else os.fspath(path)
-        self._lock = Lock()
-        self._next = 0
-        if path is not None and not os.path.isfile(path):
-            raise DataError(f"{self.description} does not exist or is not a file (looked from {working_folder()})")
-        self._capture: Any
-        self._open()
-        frames = 0 if path is None else int(self._capture.get(opencv().CAP_PROP_FRAME_COUNT))
-        self._length = frames if frames > 0 else sys.maxsize
-        self._first: NDArray[np.uint8] | None = None
-        try:
-            self._first = self.frame(0)
-        except DataError as error:
-            self.close()
-            raise DataError(f"{self.description}: frame 0 {error}") from error
-
-    def _open(self) -> None:
-        self._capture = opencv().VideoCapture(self._target)
-        self._next = 0
-        if not self._capture.isOpened():
-            raise DataError(f"{self.description} cannot be opened by OpenCV")
-
-    def __len__(self) -> int:
-        """Return the number of frames; sys.maxsize if it is unknown."""
-        return self._length
-
-    def frame(self, number: int) -> NDArray[np.uint8]:
-        """Return a frame (C, H, W). A camera returns its current frame.
-
-        The first frame is stored, because the net's shapes follow from it: `frame(0)` returns it again.
-
-        Raises:
-            DataError: there is no such frame. The message lacks the subject, which the caller prepends.
-        """
-        with self._lock:
-            if number == 0 and self._first is not None:
-                return self._first
-            if not self.is_camera:
-                self._skip_to(number)
-            done, image = self._capture.read()
-            self._next += 1
-            if not done or image is None:
-                raise DataError("cannot be read" if self.is_camera else "does not exist: the video has ended")
-            return as_channels_first(image)
-
-    def _skip_to(self, number: int) -> None:
-        """Decode frames up to `number`, because seeking is inexact in many formats."""
-        if number < self._next:
-            self._capture.release()
-            self._open()
-        while self._next < number:
-            if not self._capture.grab():
-                raise DataError("does not exist: the video has ended")
-            self._next += 1
-
-    def fingerprint(self) -> dict[str, str]:
-        first = b"" if self._first is None or self.is_camera else np.ascontiguousarray(self._first).tobytes()
-        return {"the number of frames": str(len(self)), "the hash of the first frame": hash_of(first)}
-
-    def close(self) -> None:
-        """Release the file or camera. Idempotent."""
-        with self._lock:
-            capture, self._capture = self._capture, None
-        if capture is not None:
-            capture.release()

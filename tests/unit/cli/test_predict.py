@@ -259,7 +259,7 @@ def npy(header: str, values: bytes = b"") -> bytes:
         (npy("{'descr': '<f4', 'fortran_order': False, 'shape': (1,"), "is not a numeric .npy file"),
         (npy("{'descr': '<f4', 'fortran_order': False, 'shape': (" + "9" * 5000 + ",)}"), "is not a numeric .npy file"),
         (npy("(" * 9000), "is not a numeric .npy file"),
-        (npy("{'descr': '<f4', 'fortran_order': False, 'shape': (2147483648,)}"), "mmap length is greater than file size"),
+        (npy("{'descr': '<f4', 'fortran_order': False, 'shape': (2147483648,)}"), "mmap length is greater than"),
         (npy("{'descr': '<f4', 'fortran_order': False, 'shape': (-1,)}"), "negative dimensions are not allowed"),
         (npy("{'descr': '|O', 'fortran_order': False, 'shape': (1,)}", bytes(8)), "Python objects in dtype"),
         (b"\x93NUMPY\x03\x00" + bytes(100), "is not a numeric .npy file"),
