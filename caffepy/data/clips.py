@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ from caffepy.data.random import SampleRng
 from caffepy.data.sampler import SampleLoader, Sampler
 from caffepy.data.sources.databases import hash_of
 from caffepy.data.sources.image_list import list_lines
-from caffepy.data.transform import check_transform
+from caffepy.data.transform import both_sides, check_transform
 from caffepy.errors import ConfigError, DataError
 from caffepy.formats.proto import caffe_pb2
 from caffepy.utils.files import working_folder
@@ -241,17 +241,6 @@ def _stacked(frames: list[Pixels], path: str) -> Pixels:
     return np.stack(frames, axis=1)
 
 
-def frame_size(new_height: int, new_width: int, where: str) -> tuple[int, int] | None:
-    """Return height and width to resize to; None: no resizing.
-
-    Raises:
-        ConfigError: only one of them is set.
-    """
-    if bool(new_height) != bool(new_width):
-        raise ConfigError(f"{where}: new_height and new_width must be set together")
-    return (new_height, new_width) if new_height else None
-
-
 # -- transformation ------------------------------------------------------------------------------------
 
 
@@ -427,15 +416,8 @@ class SegmentTransform(ClipTransform):
 # -- readers of samples --------------------------------------------------------------------------------
 
 
-class ClipReader(Protocol):
-    """Makes samples of the lines of a list."""
-
-    def read(self, line: ClipLine, rng: SampleRng) -> list[Floats]:
-        """Return the values of each top.
-
-        Raises:
-            DataError: a file cannot be read, or does not fit the settings. The message follows the clip's name.
-        """
+ClipReader = Callable[[ClipLine, SampleRng], "list[Floats]"]
+"""Returns the values of each top of a sample, given a line. Its errors follow the clip's name."""
 
 
 def labels_of(line: ClipLine, count: int) -> Floats:
@@ -470,7 +452,7 @@ class FrameClips:
         self._param, self._transform = param, transform
         if min(param.new_length, param.sampling_rate, param.max_sampling_rate) < 1:
             raise ConfigError(f"{where}: new_length, sampling_rate and max_sampling_rate must be at least 1")
-        self._size = frame_size(param.new_height, param.new_width, where)
+        self._size = both_sides(param.new_height, param.new_width, where)
         if param.use_multiple_label and not param.HasField("num_of_labels"):
             raise ConfigError(f"{where}: use_multiple_label needs num_of_labels")
         self._label_count = param.num_of_labels if param.use_multiple_label else 0
@@ -521,7 +503,7 @@ class SegmentClips:
         self._param, self._transform = param, transform
         if min(param.new_length, param.num_segments) < 1:
             raise ConfigError(f"{where}: new_length and num_segments must be at least 1")
-        self._size = frame_size(param.new_height, param.new_width, where)
+        self._size = both_sides(param.new_height, param.new_width, where)
         flow = param.modality == caffe_pb2.VideoDataParameter.FLOW
         self._pattern = param.name_pattern or ("flow_%c_%04d.jpg" if flow else "image_%04d.jpg")
         kinds = [match[1][-1] for match in _FORMAT.finditer(self._pattern) if match[1] != "%"]
@@ -595,7 +577,7 @@ class ClipLoader(SampleLoader):
         key = (transform.seed(seed), stream)
         super().__init__(
             where,
-            lambda record, number: reader.read(source.lines[record], SampleRng(*key, number)),
+            lambda record, number: reader(source.lines[record], SampleRng(*key, number)),
             lambda record: f"clip {record} ('{source.lines[record].path}') of {source.description}",
             order,
         )

@@ -65,6 +65,17 @@ def check_transform(param: caffe_pb2.TransformationParameter, where: str) -> Non
     check_distort(param.distort_param, where)
 
 
+def both_sides(height: int, width: int, where: str, names: str = "new_height and new_width") -> tuple[int, int] | None:
+    """Return a height and a width; None if neither is set.
+
+    Raises:
+        ConfigError: only one of them is set.
+    """
+    if bool(height) != bool(width):
+        raise ConfigError(f"{where}: {names} must be set together")
+    return (height, width) if height else None
+
+
 def warn_about_unused_fields(param: caffe_pb2.TransformationParameter, nvidia: bool, where: str) -> None:
     """Warn about fields that act only in AnnotatedData or VideoData or, in NVIDIA's dialect, not in this layer."""
     segments = [field for field in _SEGMENTS_ONLY if param.HasField(field)]

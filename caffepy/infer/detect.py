@@ -69,7 +69,7 @@ def detect(
     Raises:
         ConfigError: the net has no DetectionOutput.
     """
-    if "DetectionOutput" not in model.layer_types:
+    if all(layer.type != "DetectionOutput" for layer in model.model.net.layers):
         raise ConfigError("the net has no DetectionOutput layer; 'caffepy detect' needs the deploy net of an SSD")
     rows = model.run(steps.values(pixels)).reshape(-1, _COLUMNS)
     scale = np.array([pixels.shape[1], pixels.shape[0]] * 2, np.float32)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from caffepy.data.images import as_channels_first, opencv, read_image, resize_image
 from caffepy.data.random import SampleRng
-from caffepy.data.transform import CropParams, DataTransformer
+from caffepy.data.transform import CropParams, DataTransformer, both_sides
 from caffepy.errors import ConfigError, DataError
 from caffepy.formats.proto import caffe_pb2
 
@@ -84,10 +84,8 @@ class ImagePreparation:
         self._size = self._size_before_crop(layer.image_data_param, shape[2:])
 
     def _size_before_crop(self, images: caffe_pb2.ImageDataParameter, size: Sequence[int]) -> tuple[int, int] | None:
-        if bool(images.new_height) != bool(images.new_width):
-            raise ConfigError(f"{self._where}: new_height and new_width must be set together")
-        if images.new_height:
-            return images.new_height, images.new_width
+        if new := both_sides(images.new_height, images.new_width, self._where):
+            return new
         if self._transformer.preprocesses:
             return None
         if self._transformer.mean_size != (0, 0):

@@ -141,6 +141,66 @@ def object_rows(boxes: Floats, labels: Floats, *flags: NDArray[np.bool_]) -> Flo
     return np.column_stack([boxes, labels, *flags]).astype(_f32)
 
 
+@dataclass(frozen=True)
+class AnchorSettings:
+    """Settings of a layer with labels of anchors.
+
+    Args:
+        param: of the prototxt.
+        maps: of anchors.
+        size: height and width of the images; (0, 0): the first image of a batch gives them.
+        normaliser: of pixels.
+        mirror: whether to mirror at random.
+        nvidia: whether images are decoded as by NVIDIA Caffe.
+    """
+
+    param: Any
+    maps: list[LabelMap]
+    size: tuple[int, int]
+    normaliser: Normaliser
+    mirror: bool
+    nvidia: bool
+
+
+class AnchorLoader(SampleLoader):
+    """Fills batches of images, labels of anchors, and objects.
+
+    Args:
+        source: the images.
+        settings: of the layer.
+        key: seed of the solver, or random_seed, and random stream of the layer.
+        where: the layer, for messages.
+        threads: number of decoder threads.
+        order: of the records.
+        no_object: the row of a batch without objects.
+        images: the image of each record; None: that of its number.
+    """
+
+    def __init__(
+        self,
+        source: ObjectWindowSource,
+        settings: AnchorSettings,
+        key: tuple[int, int],
+        where: str,
+        threads: int,
+        order: Sampler,
+        no_object: Sequence[float],
+        images: NDArray[np.int64] | None = None,
+    ) -> None:
+        self._images = np.arange(len(source)) if images is None else images
+        objects = (1 + len(settings.maps), no_object)
+        super().__init__(where, self._tops, lambda n: source.name(self.image_of(n)), order, threads, objects)
+        self.source, self._settings, self._key = source, settings, key
+
+    def image_of(self, record: int) -> int:
+        """Return the number of a record's image."""
+        return int(self._images[record])
+
+    def _tops(self, record: int, sample: int) -> list[Floats]:
+        """Return an image, its labels, and the rows of its objects."""
+        raise NotImplementedError
+
+
 # -- DetectionData -------------------------------------------------------------------------------------
 
 
@@ -175,18 +235,16 @@ class DetectionDataLayer(AnchorLabelsLayer):
         check_detection_data(self, param)
         normaliser = read_normaliser(self, self.param.transform_param.scale)
         self._windows = open_object_windows(self, param.source, param.root_folder, True)
-        self._settings = DetectionDataSettings(
-            param, maps, normaliser, self.param.transform_param.mirror, self.context.nvidia
-        )
+        mirror, nvidia = self.param.transform_param.mirror, self.context.nvidia
+        self._settings = AnchorSettings(param, maps, (0, 0), normaliser, mirror, nvidia)
         sizes = Sizes(param, 1.0)
         height, width = sizes.canvas(sizes.resized(self._windows.entries[0].size))
         return self._windows, self.sample_shapes(maps, height, width)
 
     def make_loader(self) -> DescribingLoader:
         stream = seeded_stream(self)
-        return DetectionDataLoader(
-            self._windows, self._settings, stream.seed, stream.stream, self.where, self.threads(0)
-        )
+        key, order = (stream.seed, stream.stream), image_order(self.settings, self._windows, stream.seed, stream.stream)
+        return DetectionDataLoader(self._windows, self._settings, key, self.where, self.threads(0), order, _NO_OBJECT)
 
 
 def check_detection_data(layer: DetectionDataLayer, param: caffe_pb2.DetectionDataParameter) -> None:
@@ -273,23 +331,13 @@ class Sizes:
         return size
 
 
-@dataclass(frozen=True)
-class DetectionDataSettings:
-    """Settings of DetectionData: fields, maps of anchors, normaliser, mirroring, and NVIDIA's decoding."""
-
-    param: caffe_pb2.DetectionDataParameter
-    maps: list[LabelMap]
-    normaliser: Normaliser
-    mirror: bool
-    nvidia: bool
-
-    def order(self, source: ObjectWindowSource, seed: int, stream: int) -> Sampler:
-        """Return the order of the images."""
-        if self.param.HasField("shuffle") and self.param.shuffle != "random":
-            tall = np.array([entry.size[0] >= entry.size[1] for entry in source.entries])
-            group = self.param.mix_group_size if self.param.shuffle == "random_mix_aspect" else 0
-            return AspectOrder(tall, group, seed, stream)
-        return Sampler(len(source), 0, self.param.HasField("shuffle"), seed, stream)
+def image_order(param: caffe_pb2.DetectionDataParameter, source: ObjectWindowSource, seed: int, stream: int) -> Sampler:
+    """Return the order of the images."""
+    if param.HasField("shuffle") and param.shuffle != "random":
+        tall = np.array([entry.size[0] >= entry.size[1] for entry in source.entries])
+        group = param.mix_group_size if param.shuffle == "random_mix_aspect" else 0
+        return AspectOrder(tall, group, seed, stream)
+    return Sampler(len(source), 0, param.HasField("shuffle"), seed, stream)
 
 
 class AspectOrder(Sampler):
@@ -326,33 +374,11 @@ class AspectOrder(Sampler):
         return np.concatenate([*parts, *(kind[begin:] for kind, begin in zip(kinds, used, strict=True))])
 
 
-class DetectionDataLoader(SampleLoader):
-    """Fills batches of DetectionData.
+class DetectionDataLoader(AnchorLoader):
+    """Fills batches of DetectionData."""
 
-    Args:
-        source: the images.
-        settings: of the layer.
-        seed: of the solver, or random_seed.
-        stream: random stream of the layer.
-        where: the layer, for messages.
-        threads: number of decoder threads.
-    """
-
-    def __init__(
-        self,
-        source: ObjectWindowSource,
-        settings: DetectionDataSettings,
-        seed: int,
-        stream: int,
-        where: str,
-        threads: int = 1,
-    ) -> None:
-        order, objects = settings.order(source, seed, stream), (1 + len(settings.maps), _NO_OBJECT)
-        super().__init__(where, self._tops, source.name, order, threads, objects)
-        self.source = source
-        self._settings = settings
-        self._key = (seed, stream)
-        self._sizes, self._canvas = Sizes(settings.param, 1.0), (0, 0)
+    _sizes: Sizes
+    _canvas: tuple[int, int] = (0, 0)
 
     def load(self, first: int, count: int, batch: Batch) -> None:
         self._sizes, self._canvas = Sizes(self._settings.param, self._ratio(first)), (0, 0)
@@ -577,14 +603,20 @@ class ImageGtDataLayer(AnchorLabelsLayer):
             raise self.error("do_multiple_scale needs min_scale and max_scale, above 0 in ascending order")
         self._windows = open_object_windows(self, param.source, param.root_folder, False)
         height, width = crop_size(param) or self._windows.entries[-1].size
-        self._settings = ImageGtSettings(
-            param, maps, (height, width), normaliser, self.param.transform_param.mirror, self.context.nvidia
-        )
+        mirror, nvidia = self.param.transform_param.mirror, self.context.nvidia
+        self._settings = AnchorSettings(param, maps, (height, width), normaliser, mirror, nvidia)
         return self._windows, self.sample_shapes(maps, height, width)
 
     def make_loader(self) -> DescribingLoader:
         stream = seeded_stream(self)
-        return ImageGtLoader(self._windows, self._settings, stream.seed, stream.stream, self.where, self.threads(0))
+        source, key, param = self._windows, (stream.seed, stream.stream), self.settings
+        times = [param.fg_img_multiple if not entry.flags[:, 0].all() else 1 for entry in source.entries]
+        images = np.repeat(np.arange(len(source)), times)
+        if not len(images):
+            raise DataError(f"{self.where}: fg_img_multiple is 0, and each image of {source.description} has an object")
+        order = Sampler(len(images), 0, param.shuffle, *key)
+        threads = self.threads(0)
+        return ImageGtLoader(source, self._settings, key, self.where, threads, order, _IGNORED_OBJECT, images)
 
 
 def crop_size(param: caffe_pb2.ImageGtDataParameter) -> tuple[int, int] | None:
@@ -595,62 +627,12 @@ def crop_size(param: caffe_pb2.ImageGtDataParameter) -> tuple[int, int] | None:
     return None
 
 
-@dataclass(frozen=True)
-class ImageGtSettings:
-    """Settings of ImageGtData.
-
-    Args:
-        param: of the prototxt.
-        maps: of anchors.
-        size: height and width of the images.
-        normaliser: of pixels.
-        mirror: whether to mirror at random.
-        nvidia: whether images are decoded as by NVIDIA Caffe.
-    """
-
-    param: caffe_pb2.ImageGtDataParameter
-    maps: list[LabelMap]
-    size: tuple[int, int]
-    normaliser: Normaliser
-    mirror: bool
-    nvidia: bool
-
-
-class ImageGtLoader(SampleLoader):
-    """Fills batches of ImageGtData.
-
-    Args:
-        source: the images.
-        settings: of the layer.
-        seed: of the solver, or random_seed.
-        stream: random stream of the layer.
-        where: the layer, for messages.
-        threads: number of decoder threads.
-    """
-
-    def __init__(
-        self,
-        source: ObjectWindowSource,
-        settings: ImageGtSettings,
-        seed: int,
-        stream: int,
-        where: str,
-        threads: int = 1,
-    ) -> None:
-        times = [settings.param.fg_img_multiple if not entry.flags[:, 0].all() else 1 for entry in source.entries]
-        self._images = np.repeat(np.arange(len(source)), times)
-        if not len(self._images):
-            raise DataError(f"{where}: fg_img_multiple is 0, and each image of {source.description} has an object")
-        order = Sampler(len(self._images), 0, settings.param.shuffle, seed, stream)
-        objects = (1 + len(settings.maps), _IGNORED_OBJECT)
-        super().__init__(where, self._tops, lambda n: source.name(self._images[n]), order, threads, objects)
-        self.source = source
-        self._settings = settings
-        self._key = (seed, stream)
+class ImageGtLoader(AnchorLoader):
+    """Fills batches of ImageGtData."""
 
     def _tops(self, record: int, sample: int) -> list[Floats]:
         """Return an image, its labels, and the rows of its objects."""
-        number, rng, settings = int(self._images[record]), SampleRng(*self._key, sample), self._settings
+        number, rng, settings = self.image_of(record), SampleRng(*self._key, sample), self._settings
         entry = self.source.entries[number]
         param = settings.param
         scene = Scene(self.source.read(number, settings.nvidia), entry.boxes, entry.ignored)

@@ -17,7 +17,7 @@ from caffepy.data.random import SampleRng
 from caffepy.data.sampler import SampleLoader, Sampler
 from caffepy.data.sources.databases import hash_of
 from caffepy.data.sources.image_list import list_lines
-from caffepy.data.transform import DataTransformer
+from caffepy.data.transform import DataTransformer, both_sides
 from caffepy.errors import DataError
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
@@ -102,7 +102,7 @@ class LabelMapLayer(PrefetchingLayer):
         Raises:
             ConfigError: they contradict each other.
         """
-        self._size = self.both(self.settings.new_height, self.settings.new_width, "new_height and new_width")
+        self._size = both_sides(self.settings.new_height, self.settings.new_width, self.where)
 
     needs_labels = True
     """Whether each line has a second word."""
@@ -183,16 +183,6 @@ class LabelMapLayer(PrefetchingLayer):
         pixels = self.files.image(number, 0, color)
         return pixels if size is None else resize(pixels, *size)
 
-    def both(self, first: int, second: int, names: str) -> Size | None:
-        """Return two sizes, or None if both are 0.
-
-        Raises:
-            ConfigError: only one of them is set.
-        """
-        if bool(first) != bool(second):
-            raise self.error(f"{names} must be set together")
-        return (first, second) if first else None
-
     def crop_and_mirror(
         self, pair: Pair, rng: SampleRng, size: Size | None, mirror: bool, at_random: bool = True
     ) -> Pair:
@@ -232,7 +222,7 @@ class DenseImageDataLayer(LabelMapLayer):
     def check(self) -> None:
         super().check()
         param, transform = self.param.dense_image_data_param, self.param.transform_param
-        self._crop = self.both(param.crop_height, param.crop_width, "crop_height and crop_width")
+        self._crop = both_sides(param.crop_height, param.crop_width, self.where, "crop_height and crop_width")
         if transform.mirror or transform.crop_size:
             raise self.error("give mirror and the crop in dense_image_data_param, which moves the labels as well")
         if param.label_divide_factor < 1 or (param.label_divide_factor > 1 and self._crop):
@@ -284,7 +274,7 @@ class ImageSegDataLayer(LabelMapLayer):
             raise self.error("has no mean_file, because images differ in size; give mean_value")
         if param.crop_size and (param.crop_height or param.crop_width):
             raise self.error("transform_param has both crop_size and crop_height or crop_width; keep one kind")
-        self._crop = self.both(param.crop_height, param.crop_width, "crop_height and crop_width")
+        self._crop = both_sides(param.crop_height, param.crop_width, self.where, "crop_height and crop_width")
         if param.crop_size:
             self._crop = (param.crop_size, param.crop_size)
         if any(not factor > 0 for factor in param.scale_factors):

@@ -88,7 +88,7 @@ class VideoWithVoxelTruthDataLayer(PrefetchingLayer):
 
     def _loader_of(self, seed: int, stream: int) -> ClipLoader:
         param = self.param.image_data_param
-        return clip_loader(self, self._list, self, self._transform, param.shuffle, param.rand_skip, seed, stream)
+        return clip_loader(self, self._list, self.read, self._transform, param.shuffle, param.rand_skip, seed, stream)
 
     def make_loader(self) -> DescribingLoader:
         stream = self.random_stream()

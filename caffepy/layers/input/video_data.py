@@ -127,7 +127,7 @@ class VideoDataLayer(PrefetchingLayer):
         make = SegmentTransform if segments else ClipTransform
         self._clips = make(self.param.transform_param, context.phase, context.resolve, self.where)
         reader = SegmentClips if segments else FrameClips
-        self._reader: ClipReader = reader(param, self._clips)
+        self._reader: ClipReader = reader(param, self._clips).read
         path = context.resolve(param.source)
         self._list = ClipList(path) if segments else FrameClips.source(path, param)
         return self._list, self._clip_loader(0, 0).first_shapes()[: len(self.param.top)]
