@@ -9,6 +9,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from caffepy.errors import DataError
+from caffepy.formats.messages import WireError, read_varint
 from caffepy.formats.proto import caffe_pb2
 
 VIEW_MIN_BYTES = 1 << 14
@@ -31,7 +32,7 @@ def parse_datum(record: bytes | memoryview) -> tuple[caffe_pb2.Datum, bytes | me
             if not datum.data:
                 return datum, memoryview(record)[stop:following]
         datum = caffe_pb2.Datum.FromString(record)  # type: ignore[arg-type]
-    except (DecodeError, ValueError) as error:
+    except (DecodeError, ValueError, WireError) as error:
         raise DataError(f"is not a Datum ({error}); rebuild the database with `caffepy convert_imageset`") from error
     return datum, datum.data
 
@@ -42,22 +43,12 @@ def _find_data(record: bytes | memoryview) -> tuple[int, int, int] | None:
     while offset < len(record):
         tag = record[offset]
         if tag == _DATA_TAG:
-            length, start = _varint(record, offset + 1)
+            length, start = read_varint(record, offset + 1, len(record))
             return (offset, start, start + length) if start + length <= len(record) else None
         if tag & 7 or tag & 0x80:
             return None
-        _, offset = _varint(record, offset + 1)
+        _, offset = read_varint(record, offset + 1, len(record))
     return None
-
-
-def _varint(record: bytes | memoryview, offset: int) -> tuple[int, int]:
-    """Return a varint and the offset after it."""
-    value = 0
-    for shift, byte in enumerate(record[offset : offset + 10]):
-        value |= (byte & 127) << (7 * shift)
-        if byte < 128:
-            return value, offset + shift + 1
-    raise ValueError("unterminated varint")
 
 
 def datum_shape(datum: caffe_pb2.Datum, values: int, kind: str) -> tuple[int, int, int]:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from caffepy.backend.cpu.jit.deferred import Bytes, Int, part
 from caffepy.errors import DataError
-from caffepy.utils.files import read_regular
+from caffepy.utils.files import read_data
 from caffepy.utils.process_fork import free_after_fork
 
 MAX_PIXELS = 1 << 26
@@ -340,10 +340,7 @@ def read_file(path: Path | str, advice: str = "") -> bytes:
     Raises:
         DataError: the file cannot be read. The message follows the image's name and ends with `advice`.
     """
-    try:
-        return read_regular(path, _MAX_BYTES)
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}{advice}") from error
+    return read_data(path, _MAX_BYTES, advice=advice)
 
 
 def decode_image(

@@ -17,9 +17,9 @@ from caffepy.data.images import decode_image
 from caffepy.data.sources.databases import LevelDbSource, LmdbSource, RecordSource, is_leveldb
 from caffepy.data.workers import Progress, ordered_map
 from caffepy.errors import DataError
-from caffepy.formats.messages import DELIMITED, VARINT, WireError, describe_content, wire_fields
+from caffepy.formats.messages import DELIMITED, VARINT, WireError, describe_content, read_varint, wire_fields
 from caffepy.formats.proto import caffe_pb2
-from caffepy.utils.files import atomic_write, read_regular
+from caffepy.utils.files import atomic_write, read_data
 
 # -- files ---------------------------------------------------------------------------------------------
 
@@ -66,15 +66,8 @@ def read_blob(path: Path, field: str) -> NDArray[np.float32]:
     return _values(_read_proto(path, field), f"{field} '{path}'")
 
 
-def _content(path: Path, field: str) -> bytes:
-    try:
-        return read_regular(path, _MAX_BYTES)
-    except OSError as error:
-        raise DataError(f"{field} '{path}' cannot be read: {error.strerror}") from error
-
-
 def _read_proto(path: Path, field: str) -> caffe_pb2.BlobProto:
-    content = _content(path, field)
+    content = read_data(path, _MAX_BYTES, f"{field} '{path}'")
     try:
         return caffe_pb2.BlobProto.FromString(content)
     except DecodeError as error:
@@ -113,14 +106,16 @@ def read_volume_mean(path: Path) -> NDArray[np.float32]:
     Raises:
         DataError: the file cannot be read or is not a BlobProto of one image or clip.
     """
-    blob, content = caffe_pb2.BlobProto(), _content(path, "mean_file")
+    blob, content = caffe_pb2.BlobProto(), read_data(path, _MAX_BYTES, f"mean_file '{path}'")
     try:
         fields = list(wire_fields(content, 0, len(content)))
     except WireError:
         fields = []
     if any(field.number == blob.DATA_FIELD_NUMBER and field.kind == VARINT for field in fields):
         numbers = {field.number: content[field.begin : field.end] for field in fields if field.kind == VARINT}
-        shape: tuple[int, ...] = tuple(_number(numbers.get(number, b"\0")) for number in range(1, 6))
+        shape: tuple[int, ...] = tuple(
+            read_varint(number, 0, len(number))[0] for number in (numbers.get(i, b"\0") for i in range(1, 6))
+        )
         values = np.concatenate(
             [np.frombuffer(content[f.begin : f.end], "<f4") for f in fields if f.number == 6 and f.kind == DELIMITED]
             or [np.empty(0, np.float32)]
@@ -132,10 +127,6 @@ def read_volume_mean(path: Path) -> NDArray[np.float32]:
     if len(shape) > 3 and shape[0] == 1:
         shape = shape[1:]
     return _shaped(path, values, shape, (3, 4))
-
-
-def _number(varint: bytes) -> int:
-    return sum((byte & 127) << 7 * place for place, byte in enumerate(varint))
 
 
 # -- a database's mean ---------------------------------------------------------------------------------

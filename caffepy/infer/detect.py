@@ -15,7 +15,7 @@ from caffepy.formats.proto import caffe_pb2
 from caffepy.formats.prototxt import decode_text, parse_text
 from caffepy.infer.classify import ImageModel
 from caffepy.infer.images import Floats, Steps
-from caffepy.utils.files import atomic_write, read_regular
+from caffepy.utils.files import atomic_write, read_data
 
 _COLUMNS = 7
 _MAX_BYTES = 1 << 24
@@ -87,10 +87,7 @@ def read_label_names(path: Path) -> dict[int, str]:
         DataError: the file cannot be read.
         ConfigError: the file is not a LabelMap.
     """
-    try:
-        text = decode_text(read_regular(path, _MAX_BYTES), str(path))
-    except OSError as error:
-        raise DataError(f"label map '{path}' cannot be read: {error.strerror}") from error
+    text = decode_text(read_data(path, _MAX_BYTES, f"label map '{path}'"), str(path))
     labels = parse_text(text, caffe_pb2.LabelMap(), str(path))
     return {item.label: item.display_name or item.name for item in labels.item}
 

@@ -28,7 +28,7 @@ from caffepy.data.mean import compute_mean, write_mean
 from caffepy.data.sources.databases import LmdbSource, check_overwrite, record_key, write_datums
 from caffepy.errors import DataError, RunError
 from caffepy.formats.proto import caffe_pb2
-from caffepy.utils.files import check_output, open_regular, read_regular
+from caffepy.utils.files import check_output, open_regular, read_data
 
 logger = logging.getLogger(__name__)
 
@@ -374,15 +374,11 @@ def convert_cifar(source: Path, target: Path, backend: str = "lmdb", force: bool
 
 def _read(path: Path) -> NDArray[np.uint8]:
     """Read the records of a file: (N, 1 + 3072)."""
-    try:
-        content = read_regular(path, _MAX_CIFAR_BYTES)
-    except OSError as error:
-        raise DataError(
-            f"'{os.fspath(path)}' cannot be read: {error.strerror}; pass the folder of CIFAR-10's binary version"
-        ) from error
+    advice = "; pass the folder of CIFAR-10's binary version"
+    content = read_data(path, _MAX_CIFAR_BYTES, f"'{path}'", advice)
     if not content or len(content) % _RECORD_BYTES:
         raise DataError(
-            f"'{os.fspath(path)}' has {len(content)} bytes, not a multiple of CIFAR-10's record size {_RECORD_BYTES}; "
+            f"'{path}' has {len(content)} bytes, not a multiple of CIFAR-10's record size {_RECORD_BYTES}; "
             "download it again"
         )
     return np.frombuffer(content, np.uint8).reshape(-1, _RECORD_BYTES)

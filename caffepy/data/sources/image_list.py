@@ -22,10 +22,7 @@ def list_lines(path: Path) -> Iterator[tuple[int, str]]:
     Raises:
         DataError: the list cannot be read, or a line has a NUL character.
     """
-    try:
-        lines = read_list(path, _MAX_LIST_BYTES).split("\n")
-    except OSError as error:
-        raise DataError(f"image list '{path}' cannot be read: {error.strerror}") from error
+    lines = read_list(path, _MAX_LIST_BYTES, f"image list '{path}'").split("\n")
     for number, line in enumerate(lines, 1):
         if "\0" in line:
             raise DataError(f"'{path}':{number}: the line has a NUL character, which a path cannot contain")

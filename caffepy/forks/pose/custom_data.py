@@ -19,7 +19,7 @@ from caffepy.errors import DataError
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
 from caffepy.layers.layer import register_layer
-from caffepy.utils.files import read_regular
+from caffepy.utils.files import read_data
 from caffepy.utils.options import LARGEST, whole
 
 logger = logging.getLogger(__name__)
@@ -134,10 +134,7 @@ def read_labels(path: Path, where: str) -> NDArray[np.int64]:
     Raises:
         DataError: the file cannot be read.
     """
-    try:
-        words = read_regular(path, MAX_LABELS_BYTES).split()
-    except OSError as error:
-        raise DataError(f"{where}: preselection_file '{path}' cannot be read: {error.strerror or error}") from error
+    words = read_data(path, MAX_LABELS_BYTES, f"{where}: preselection_file '{path}'").split()
     labels = []
     for word in words:
         label = whole(word, -LARGEST, LARGEST)

@@ -79,10 +79,7 @@ class ObjectWindowSource:
         self.channels = 3
         self.entries: list[Entry] = []
         self._columns = 7 if difficult else 6
-        try:
-            text = read_list(path, _MAX_LIST_BYTES)
-        except OSError as error:
-            raise DataError(f"{self.description} cannot be read: {error.strerror}") from error
+        text = read_list(path, _MAX_LIST_BYTES, self.description)
         self._read(iter(text.split()), root_folder)
         if not self.entries:
             raise DataError(f"{self.description} names no images")

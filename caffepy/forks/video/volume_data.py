@@ -13,7 +13,7 @@ from caffepy.errors import DataError
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
 from caffepy.layers.input.video_data import clip_loader
 from caffepy.layers.layer import register_layer
-from caffepy.utils.files import read_regular
+from caffepy.utils.files import read_data
 
 _MAX_BYTES = 1 << 31
 _HEADER = 20
@@ -26,10 +26,7 @@ def read_volume(path: str, as_bytes: bool) -> NDArray[np.generic]:
     Raises:
         DataError: it cannot be read, or its size is not that of its header.
     """
-    try:
-        content = read_regular(path, _MAX_BYTES)
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}") from error
+    content = read_data(path, _MAX_BYTES)
     shape = tuple(np.frombuffer(content[:_HEADER], "<i4").tolist()) if len(content) >= _HEADER else (0,)
     dtype = np.dtype(np.uint8 if as_bytes else "<f4")
     size = _HEADER + math.prod(shape) * dtype.itemsize

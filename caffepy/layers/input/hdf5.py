@@ -92,9 +92,9 @@ class Hdf5Source:
                         f"'{path}' is an HDF5 file; hdf5_data_param.source must name a text file that lists HDF5 "
                         "files, one a line"
                     )
-            lines = read_list(path, _MAX_LIST_BYTES).split("\n")
         except OSError as error:
             raise DataError(f"{self.description} cannot be read: {error.strerror}") from error
+        lines = read_list(path, _MAX_LIST_BYTES, self.description).split("\n")
         names = [name for line in lines for name in line.split()]
         divided = any(len(line.split()) > 1 for line in lines)
         self._advice = f"; white space divides the names in '{path}', so a path cannot contain any" if divided else ""

@@ -309,10 +309,7 @@ class WindowSource:
         """Number of channels in the file's entry of the last image."""
         self.files: list[str] = []
         self._cache: dict[int, bytes] | None = {} if cache else None
-        try:
-            text = read_list(path, _MAX_LIST_BYTES)
-        except OSError as error:
-            raise DataError(f"{self.description} cannot be read: {error.strerror}") from error
+        text = read_list(path, _MAX_LIST_BYTES, self.description)
         rows: list[tuple[int, ...]] = []
         overlaps: list[float] = []
         self._read(iter(text.split()), root_folder, rows, overlaps)
