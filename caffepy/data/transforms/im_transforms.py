@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -215,7 +214,9 @@ def check_resizes(params: Sequence[caffe_pb2.ResizeParameter], where: str) -> No
         ConfigError: the message names the fields.
     """
     for param in params:
-        _check_resize(param, where)
+        if not (0 < param.height <= _MAX_SIDE and 0 < param.width <= _MAX_SIDE):
+            sizes = f"{param.height} and {param.width}"
+            raise ConfigError(f"{where}: resize_param needs height and width from 1 to {_MAX_SIDE}, not {sizes}")
     total = math.fsum(param.prob for param in params)
     if len(params) > 1 and not (abs(total - 1) <= _MAX_PROB_ERROR and all(0 <= param.prob <= 1 for param in params)):
         raise ConfigError(
@@ -227,13 +228,6 @@ def choose_resize(params: Sequence[caffe_pb2.ResizeParameter], rng: SampleRng) -
     """Return the index of one of several resize_param, at random by their `prob`."""
     ends = np.cumsum([param.prob for param in params])
     return min(int(np.searchsorted(ends, rng.uniform(0, 1) * ends[-1], side="right")), len(params) - 1)
-
-
-def _check_resize(param: caffe_pb2.ResizeParameter, where: str) -> None:
-    if not (0 < param.height <= _MAX_SIDE and 0 < param.width <= _MAX_SIDE):
-        raise ConfigError(
-            f"{where}: resize_param needs height and width from 1 to {_MAX_SIDE}, not {param.height} and {param.width}"
-        )
 
 
 def apply_resize(pixels: Pixels, param: caffe_pb2.ResizeParameter, rng: SampleRng) -> Pixels:
@@ -307,7 +301,7 @@ def distort(pixels: Pixels, param: caffe_pb2.DistortionParameter, rng: SampleRng
     """
     if pixels.dtype != np.uint8:
         raise DataError("is a float image; distort_param needs uint8")
-    image = cast(Bytes, pixels)
+    image: Bytes = pixels
     contrast_first = rng.uniform(0, 1) > 0.5
     if rng.uniform(0, 1) < param.brightness_prob:
         image = scale_bytes(image, 1, rng.uniform(-param.brightness_delta, param.brightness_delta))
@@ -338,12 +332,8 @@ def _hue(image: Bytes, summand: float) -> Bytes:
 
 def scale_bytes(image: Bytes, factor: float, summand: float) -> Bytes:
     """Return round(image * factor + summand), computed in float32 and saturated, as `cv::Mat::convertTo`."""
-    return cast(Bytes, call_opencv("LUT", image, _scale_table(factor, summand)))
-
-
-def _scale_table(factor: float, summand: float) -> Bytes:
     table = np.arange(256, dtype=np.float32) * np.float32(factor) + np.float32(summand)
-    return cast(Bytes, np.clip(np.rint(table), 0, 255).astype(np.uint8))
+    return call_opencv("LUT", image, np.clip(np.rint(table), 0, 255).astype(np.uint8))
 
 
 def adjust_hsv(image: Bytes, channel: int, factor: float, summand: float) -> Bytes:
@@ -354,8 +344,8 @@ def adjust_hsv(image: Bytes, channel: int, factor: float, summand: float) -> Byt
     """
     cv2 = opencv()
     hsv = call_opencv("cvtColor", image, cv2.COLOR_BGR2HSV)
-    changed = scale_bytes(cast(Bytes, call_opencv("extractChannel", hsv, channel)), factor, summand)
-    return cast(Bytes, call_opencv("cvtColor", call_opencv("insertChannel", changed, hsv, channel), cv2.COLOR_HSV2BGR))
+    changed = scale_bytes(call_opencv("extractChannel", hsv, channel), factor, summand)
+    return call_opencv("cvtColor", call_opencv("insertChannel", changed, hsv, channel), cv2.COLOR_HSV2BGR)
 
 
 def _reorder(image: Bytes, rng: SampleRng) -> Bytes:
