@@ -507,9 +507,16 @@ class EvalDataLayer(PrefetchingLayer):
         return (1, *sample_shape) if index == 1 else super().batch_shape(index, sample_shape)
 
     def make_loader(self) -> DescribingLoader:
-        return EvalDataLoader(
-            self._windows, self.param.eval_data_param, self._normaliser, self.where, self.context.nvidia
-        )
+        source = self._windows
+        return SampleLoader(self.where, self._make_tops, source.name, Sampler(len(source)), objects=(1, _NO_OBJECT))
+
+    def _make_tops(self, number: int, _: int) -> list[Floats]:
+        """Return an image, the rows of its objects, and its height and width."""
+        entry = self._windows.entries[number]
+        scene = Scene(self._windows.read(number, self.context.nvidia), entry.boxes, entry.ignored)
+        scene = scene.resized(*eval_size(self.param.eval_data_param, scene.size))
+        rows = object_rows(scene.boxes, entry.labels, entry.flags[:, 0], entry.flags[:, 1])
+        return [self._normaliser.apply(scene.pixels), rows, np.array(scene.size, _f32).reshape(2, 1, 1)]
 
 
 def eval_size(param: caffe_pb2.EvalDataParameter, size: tuple[int, int]) -> tuple[int, int]:
@@ -523,40 +530,6 @@ def eval_size(param: caffe_pb2.EvalDataParameter, size: tuple[int, int]) -> tupl
             min(rounded(_f32(size[1]) * factor), param.long_size),
         )
     return to_step(size[0]), to_step(size[1])
-
-
-class EvalDataLoader(SampleLoader):
-    """Fills batches of EvalData.
-
-    Args:
-        source: the images.
-        param: of the prototxt.
-        normaliser: of pixels.
-        where: the layer, for messages.
-        nvidia: whether images are decoded as by NVIDIA Caffe.
-    """
-
-    def __init__(
-        self,
-        source: ObjectWindowSource,
-        param: caffe_pb2.EvalDataParameter,
-        normaliser: Normaliser,
-        where: str,
-        nvidia: bool,
-    ) -> None:
-        super().__init__(where, self._tops, source.name, Sampler(len(source)), objects=(1, _NO_OBJECT))
-        self.source = source
-        self._param = param
-        self._normaliser = normaliser
-        self._nvidia = nvidia
-
-    def _tops(self, number: int, _: int) -> list[Floats]:
-        """Return an image, the rows of its objects, and its height and width."""
-        entry = self.source.entries[number]
-        scene = Scene(self.source.read(number, self._nvidia), entry.boxes, entry.ignored)
-        scene = scene.resized(*eval_size(self._param, scene.size))
-        rows = object_rows(scene.boxes, entry.labels, entry.flags[:, 0], entry.flags[:, 1])
-        return [self._normaliser.apply(scene.pixels), rows, np.array(scene.size, _f32).reshape(2, 1, 1)]
 
 
 # -- ImageGtData ---------------------------------------------------------------------------------------
