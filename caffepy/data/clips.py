@@ -538,11 +538,9 @@ class SegmentClips:
 
     def _frame(self, folder: str, number: int) -> list[Pixels]:
         if self._directions:
-            return [self._image(folder, (direction, number), True) for direction in self._directions]
-        return [self._image(folder, (number,), self._param.grayscale)]
-
-    def _image(self, folder: str, values: tuple[object, ...], gray: bool) -> Pixels:
-        return read_frame(f"{folder}/{self._pattern % values}", self._size, gray)
+            names = [self._pattern % (direction, number) for direction in self._directions]
+            return [read_frame(f"{folder}/{name}", self._size, gray=True) for name in names]
+        return [read_frame(f"{folder}/{self._pattern % number}", self._size, self._param.grayscale)]
 
 
 # -- batches -------------------------------------------------------------------------------------------

@@ -179,6 +179,11 @@ Pixels: TypeAlias = "NDArray[Any]"
 """(H, W, C), uint8 or float32, contiguous: OpenCV's order."""
 
 
+def sides(shape: Sequence[int]) -> str:
+    """Return a shape as text for messages: 3 x 20 x 30."""
+    return " x ".join(map(str, shape))
+
+
 def rounded(value: SupportsFloat) -> int:
     """Round halves away from 0, as C's round."""
     return int(math.copysign(math.floor(abs(float(value)) + 0.5), float(value)))

@@ -32,6 +32,7 @@ from caffepy.data.images import (
     decode_image,
     decode_plain_jpeg,
     resize_image,
+    sides,
     single_threaded_opencv,
     without_ipp,
 )
@@ -366,8 +367,8 @@ class ImageLoader(ABC):
             batch.array(0, (count, *result))
         elif result != batch.arrays[0].shape[1:]:
             raise DataError(
-                f"is {_format_shape(image.shape)} and makes {_format_shape(result)}, but others of its batch make "
-                f"{_format_shape(batch.arrays[0].shape[1:])}; set crop_size or resize_param, or batch_size: 1"
+                f"is {sides(image.shape)} and makes {sides(result)}, but others of its batch make "
+                f"{sides(batch.arrays[0].shape[1:])}; set crop_size or resize_param, or batch_size: 1"
             )
         self._transformer.apply(image, crop_params, index, batch.arrays[0][index])
 
@@ -692,7 +693,3 @@ class ImageFileLoader(ImageLoader):
 def _shape_of(image: Image) -> Shape:
     channels, height, width = image.shape
     return channels, height, width
-
-
-def _format_shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))

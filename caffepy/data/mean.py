@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from caffepy.backend.cpu.jit.deferred import cpu_count
 from caffepy.data.datum import parse_datum, stored_image
-from caffepy.data.images import decode_image
+from caffepy.data.images import decode_image, sides
 from caffepy.data.sources.databases import LevelDbSource, LmdbSource, RecordSource, is_leveldb
 from caffepy.data.workers import Progress, ordered_map
 from caffepy.errors import DataError
@@ -47,7 +47,7 @@ def _shaped(
     if len(shape) not in axes or min(shape) <= 0 or math.prod(shape) != values.size:
         clips = ", or one clip of channels x frames x height x width" if 4 in axes else ""
         raise DataError(
-            f"mean_file '{path}' holds {values.size} values in the shape {_format(shape)}; a mean is one image of "
+            f"mean_file '{path}' holds {values.size} values in the shape {sides(shape)}; a mean is one image of "
             f"channels x height x width{clips}"
         )
     return values.reshape(shape).astype(np.float32, copy=False)
@@ -215,8 +215,8 @@ def _images(source: RecordSource, shape: tuple[int, ...], numbers: range) -> Ite
         image = _image(source, number)
         if image.shape != shape:
             raise DataError(
-                f"{source.description}: {source.record_name(number)} is {_format(image.shape)}, but the first is "
-                f"{_format(shape)}; a mean needs images of equal size: convert them with --resize_height and "
+                f"{source.description}: {source.record_name(number)} is {sides(image.shape)}, but the first is "
+                f"{sides(shape)}; a mean needs images of equal size: convert them with --resize_height and "
                 "--resize_width"
             )
         yield image
@@ -231,7 +231,3 @@ def _image(source: RecordSource, number: int) -> Values:
         if str(error).startswith(source.description):  # an error of the whole database
             raise
         raise DataError(f"{source.description}: {source.record_name(number)} {error}") from error
-
-
-def _format(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.data.images import sides
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import permutation
 from caffepy.data.workers import Workers
@@ -187,7 +188,7 @@ class SampleLoader:
                     check_shape(shape, self.where)
                     batch.array(top, shape)
                 elif batch.arrays[top].shape != shape:
-                    made, others = (" x ".join(map(str, sizes[1:])) for sizes in (shape, batch.arrays[top].shape))
+                    made, others = (sides(sizes[1:]) for sizes in (shape, batch.arrays[top].shape))
                     raise DataError(
                         f"{self.where}: {self._name(records[index])} makes {made}, but others of its batch make "
                         f"{others}; give all of them one size (a crop or a new size), or batch_size: 1"

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.images import Image, Pixels, to_image, to_pixels, without_ipp
+from caffepy.data.images import Image, Pixels, sides, to_image, to_pixels, without_ipp
 from caffepy.data.mean import read_mean
 from caffepy.data.random import SampleRng, below, sample_words
 from caffepy.data.sources.databases import hash_of
@@ -281,7 +281,7 @@ class DataTransformer:
             if self._mean_file.shape != shape:
                 raise DataError(
                     f"is {channels} x {height} x {width}, but the mean in mean_file is "
-                    f"{' x '.join(map(str, self._mean_file.shape))}; compute the mean of this database"
+                    f"{sides(self._mean_file.shape)}; compute the mean of this database"
                 )
             return self._mean_file
         if self._mean_values.size not in (0, 1, channels):
@@ -299,7 +299,7 @@ class DataTransformer:
         whole = self._mean_file.shape
         if whole[0] != channels or whole[1] < height or whole[2] < width:
             raise DataError(
-                f"makes {channels} x {height} x {width}, but the mean in mean_file is {' x '.join(map(str, whole))}; "
+                f"makes {channels} x {height} x {width}, but the mean in mean_file is {sides(whole)}; "
                 "it needs as many channels and at least this size"
             )
         top, left = (whole[1] - height) // 2, (whole[2] - width) // 2

@@ -25,6 +25,7 @@ from caffepy.data.images import (
     opencv,
     read_file,
     resize,
+    sides,
     single_threaded_opencv,
 )
 from caffepy.data.sources.databases import RecordWriter, check_overwrite, open_writer, record_key
@@ -389,8 +390,8 @@ def _write_all(
             first, size = entry.path, image.shape
         elif options.check_size and image.shape != size:
             raise DataError(
-                f"'{listing}':{entry.number}: '{entry.path}' is {_format(image.shape)}, but '{first}' is "
-                f"{_format(size)}; pass --resize_height and --resize_width, or omit --check_size"
+                f"'{listing}':{entry.number}: '{entry.path}' is {sides(image.shape)}, but '{first}' is "
+                f"{sides(size)}; pass --resize_height and --resize_width, or omit --check_size"
             )
         writer.put(record_key(index, entry.name), record)
     if writer.count == 0:
@@ -414,7 +415,3 @@ def _try_read(
         return entry, reader(entry)
     except UnreadableImageError as error:
         return entry, error
-
-
-def _format(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.data import random
-from caffepy.data.images import NEAREST, read_image, resize, to_pixels
+from caffepy.data.images import NEAREST, read_image, resize, sides, to_pixels
 from caffepy.data.random import SampleRng
 from caffepy.data.sampler import SampleLoader, Sampler
 from caffepy.data.sources.databases import hash_of
@@ -174,7 +173,7 @@ class LabelMapLayer(PrefetchingLayer):
         wanted = (pixels.shape[0] // factor, pixels.shape[1] // factor)
         if labels.shape[:2] != wanted:
             raise DataError(
-                f"has {_by(labels.shape[:2])} labels for {_by(wanted)} pixels; both images must have one size"
+                f"has {sides(labels.shape[:2])} labels for {sides(wanted)} pixels; both images must have one size"
             )
         return Pair(pixels, labels[:, :, 0])
 
@@ -197,7 +196,7 @@ class LabelMapLayer(PrefetchingLayer):
             return pair
         free = tuple(have - want for have, want in zip(pair.size, size, strict=True))
         if min(free) < 0:
-            raise DataError(f"is {_by(pair.size)}, smaller than the crop, {_by(size)}")
+            raise DataError(f"is {sides(pair.size)}, smaller than the crop, {sides(size)}")
         top, left = (rng.below(f + 1) for f in free) if at_random else (f // 2 for f in free)
         return pair.cropped(size, top, left)
 
@@ -401,12 +400,8 @@ class SegDataLayer(LabelMapLayer):
         elif param.HasField("upper_height") and param.HasField("upper_width"):
             crop = (min(crop[0], param.upper_height), min(crop[1], param.upper_width))
         if min(crop) < 1:
-            raise DataError(f"is {_by(pair.size)}, smaller than stride {param.stride}")
+            raise DataError(f"is {sides(pair.size)}, smaller than stride {param.stride}")
         return self.crop_and_mirror(pair, rng, (crop[0], crop[1]), param.mirror)
-
-
-def _by(sizes: Sequence[int]) -> str:
-    return " x ".join(map(str, sizes))
 
 
 # -- files and batches -----------------------------------------------------------------------------------
