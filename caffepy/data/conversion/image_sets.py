@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from caffepy.backend.cpu.jit.deferred import cpu_count
 from caffepy.data.images import (
     MAX_PIXELS,
-    call_opencv,
     decode_image,
     encode,
     opencv,
     read_file,
     resize,
+    scaled,
     sides,
     single_threaded_opencv,
 )
@@ -177,7 +177,7 @@ def _resized(image: Pixels, options: ImageOptions) -> Pixels:
             return image
         if image.shape[0] * image.shape[1] * scale * scale > MAX_PIXELS:
             raise DataError(f"would have more than {MAX_PIXELS} pixels with min_dim {options.min_dim}; give max_dim")
-        resized = call_opencv("resize", image, None, fx=scale, fy=scale, ipp=True)
+        resized = scaled(image, scale)
     else:
         resized = resize(image, options.resize_height, options.resize_width, ipp=True)
     return resized[:, :, 0] if image.ndim == 2 else resized

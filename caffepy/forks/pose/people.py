@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.data.datum import parse_datum
-from caffepy.data.images import CUBIC, call_opencv, opencv, rounded
+from caffepy.data.images import opencv, rounded
 from caffepy.errors import ConfigError, DataError
 
 # -- parts and connections -----------------------------------------------------------------------------
@@ -431,11 +431,6 @@ def check_side(side: float) -> None:
     """
     if not 0.5 <= side <= _MAX_SIDE:
         raise DataError(f"becomes an image of {side:.0f} pixels along an axis; from 1 to {_MAX_SIDE} are possible")
-
-
-def scaled(image: Pixels, factor: float) -> Pixels:
-    """Return an image (H, W, C) with both sides multiplied by a factor, interpolated cubically."""
-    return call_opencv("resize", image, None, fx=factor, fy=factor, interpolation=CUBIC, ipp=True)
 
 
 def warped(image: Pixels, matrix: Doubles, size: tuple[int, int], border: int) -> Pixels:

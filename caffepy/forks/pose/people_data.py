@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.data import random
-from caffepy.data.images import AREA, CUBIC, MAX_PIXELS, cut, opencv, read_image, resize, rounded, to_pixels
+from caffepy.data.images import AREA, CUBIC, MAX_PIXELS, cut, opencv, read_image, resize, rounded, scaled, to_pixels
 from caffepy.data.random import SampleRng
 from caffepy.data.sampler import SampleLoader, Sampler
 from caffepy.data.sources.databases import RecordSource
@@ -40,7 +40,6 @@ from caffepy.forks.pose.people import (
     planes_of,
     read_people,
     rotation,
-    scaled,
     scaling,
     shift,
     warped,
@@ -220,7 +219,7 @@ class CPMDataLayer(RecordsLayer):
         scale = param.target_dist / people.people[0].scale * factor
         for side in image.shape[:2]:
             check_side(side * scale)
-        image, mask = (scaled(part, scale) for part in (image, mask))
+        image, mask = (scaled(part, scale, CUBIC) for part in (image, mask))
         mask = mask[:, :, 0]
         people.move(scaling(scale))
         size = (image.shape[0], image.shape[1])
@@ -246,7 +245,7 @@ class CPMDataLayer(RecordsLayer):
         grid = Grid(height // param.stride, width // param.stride, param.stride)
         count, limbs = skeleton.channels, 2 * len(skeleton.limbs)
         maps = np.zeros((2 * count, grid.height, grid.width), np.float32)
-        small = scaled(np.ascontiguousarray(mask), 1 / param.stride)[: grid.height, : grid.width, 0]
+        small = scaled(np.ascontiguousarray(mask), 1 / param.stride, CUBIC)[: grid.height, : grid.width, 0]
         maps[:count] = np.asarray(small, np.float32) / 255
         for part, state in enumerate(people.people[0].states):
             if state == _UNNAMED:

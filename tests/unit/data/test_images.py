@@ -146,7 +146,18 @@ def test_color_and_gray_are_forced():
     np.testing.assert_array_equal(gray[0], cv2.imdecode(np.frombuffer(as_png(image), np.uint8), cv2.IMREAD_GRAYSCALE))
 
 
-@pytest.mark.parametrize("content", [b"", b"no image", b"\xff\xd8" + as_png(picture(3))[2:20]])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"no image",
+        b"\xff\xd8" + as_png(picture(3))[2:20],
+        b"\x89PNG\r\n\x1a",
+        b"\xff\xd8\xff",
+        b"\xff\xd8" + b"\xff" * 50,
+    ]
+    + [jpeg(smooth_image(0))[:size] for size in (9, 14)],
+)
 def test_what_cannot_be_decoded(content):
     with pytest.raises(DataError, match=f"is an image of {len(content)} bytes that OpenCV cannot decode"):
         decode_image(content)
