@@ -323,10 +323,10 @@ def run_convert_mnist_siamese_data(args: argparse.Namespace) -> int:
         RunError: writing failed.
     """
     from caffepy.data.conversion.image_sets import Database
-    from caffepy.data.conversion.mnist_cifar import convert_digit_pairs
+    from caffepy.data.conversion.mnist_cifar import convert_digits
 
     target = Database(args.db_name, args.backend, args.overwrite)
-    print(f"{args.db_name}: {convert_digit_pairs(args.image_file, args.label_file, target, args.seed)} pairs")
+    print(f"{args.db_name}: {convert_digits(args.image_file, args.label_file, target, args.seed)} pairs")
     return 0
 
 
