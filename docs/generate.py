@@ -84,9 +84,9 @@ _HEAD_OF_LEAVE_CAFFE = """\
 | onnxruntime with int8 | `int8.onnx` | `caffepy quantize deploy.prototxt net.caffemodel int8.onnx --images photos/` |
 | readers of safetensors | `net.safetensors` | `caffepy export deploy.prototxt net.caffemodel net.safetensors` |
 
-[ONNX](onnx.md) and [quantize](onnx.md#quantize) describe the second and the third. `--to onnx`, `--to torch` and `--to
-weights` say the format where the suffix of the file does not. The net must be a deploy net; `caffepy deploy` makes one
-of a train net.
+[ONNX](onnx.md) and [quantize](onnx.md#quantize) describe the second and the third; [serve a
+model](serve-a-model.md) puts an ONNX model behind HTTP. `--to onnx`, `--to torch` and `--to weights` say the format
+where the suffix of the file does not. The net must be a deploy net; `caffepy deploy` makes one of a train net.
 
 ## PyTorch
 
@@ -103,8 +103,10 @@ The file needs PyTorch and safetensors, not caffepy:
     import torch
     from net import load
 
-    net = load()                                  # reads net.safetensors beside net.py
-    scores = net(torch.zeros(1, 3, 224, 224))     # several outputs are a dict by name
+    # reads net.safetensors beside net.py
+    net = load()
+    # several outputs are a dict by name
+    scores = net(torch.zeros(1, 3, 224, 224))
 
 - The module has one submodule for each layer, with the layer's name. Characters that Python does not allow in a name
   become `_`. A comment gives the layer's own name then.
@@ -148,7 +150,8 @@ one line of the program:
 
     caffepy export deploy.prototxt net.caffemodel net.onnx
 
-    net = cv2.dnn.readNetFromONNX("net.onnx")     # not readNetFromCaffe("deploy.prototxt", "net.caffemodel")
+    # in place of: readNetFromCaffe("deploy.prototxt", "net.caffemodel")
+    net = cv2.dnn.readNetFromONNX("net.onnx")
 
 Images are prepared as before (`cv2.dnn.blobFromImage`). OpenCV 5.0 reads neither the int8 models nor
 DetectionOutput's ONNX form. Run detectors with onnxruntime or PyTorch. Or delete the DetectionOutput layer from the

@@ -303,10 +303,10 @@ class ConvertMnistSiameseDataCommand(_DigitsCommand):
             RunError: writing failed.
         """
         from caffepy.data.conversion.image_sets import Database
-        from caffepy.data.conversion.mnist_cifar import convert_digit_pairs
+        from caffepy.data.conversion.mnist_cifar import convert_digits
 
         target = Database(self.db_name, self.backend, self.overwrite)
-        print(f"{self.db_name}: {convert_digit_pairs(self.image_file, self.label_file, target, self.seed)} pairs")
+        print(f"{self.db_name}: {convert_digits(self.image_file, self.label_file, target, self.seed)} pairs")
         return 0
 
 

@@ -120,14 +120,14 @@ def image_options(args: _ImageCommand) -> ImageOptions:
 def net_preparation(model: ImageModel, args: _ImageCommand, others: tuple[str, ...] = ()) -> ImagePreparation | None:
     """Return the preparation of the net's Input layer; None without one, or if options replace it, with a warning."""
     given = [f"--{name.replace('_', '-')}" for name in (*_PREPARATION, *others) if getattr(args, name) is not None]
-    if model.prepares_images and given:
+    if model.model.prepares_images and given:
         log.warning(
             "%s: %s replaces the preparation that the net's Input layer has; images are prepared by the options alone",
             args.model,
             " and ".join(given),
         )
         return None
-    return model.preparation()
+    return model.model.preparation()
 
 
 def counted(number: int, one: str, more: str = "") -> str:

@@ -19,8 +19,8 @@ from caffepy.backend.cpu.jit.kernel import Bytes, Floats, Int, Ints, Words, devi
 from caffepy.backend.cpu.jit.vector import copy_bytes, octets
 from caffepy.backend.cpu.random import philox
 from caffepy.backend.types import ImageSlot, host_address
-from caffepy.data import datum as jpeg
-from caffepy.data.datum import MAX_PIXELS
+from caffepy.data import images
+from caffepy.data.images import MAX_PIXELS
 from caffepy.data.random import SAMPLE_WORDS, key_of
 from caffepy.data.sources import lmdb_index
 from caffepy.data.sources.lmdb_index import LmdbIndex
@@ -35,7 +35,7 @@ _COMPILE_COST_FILES = 8_192
 _FOUND = 6
 """Numbers of a sample in `BulkCopy.found`."""
 word = compiled_part(lmdb_index.word)
-jpeg_size = compiled_part(jpeg.jpeg_size)
+jpeg_size = compiled_part(images.jpeg_size)
 _LOW, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
@@ -257,7 +257,7 @@ class BulkCopy:
         pending: one flag per sample: 0 if it was copied to its slot, 1 if the loader must handle its record.
         file: the mapped LMDB.
         found: int64, (N, 6). For an encoded image, whose label is set, offset and size of its file; for a plain JPEG
-            (`jpeg.jpeg_size`) also its height and width; and for one of the expected size that nothing changes
+            (`images.jpeg_size`) also its height and width; and for one of the expected size that nothing changes
             before the crop, the crop's row and column, which are set in the slot too. Else sizes are 0, and row and
             column -1.
     """

@@ -8,25 +8,26 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from threading import Lock
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.datum import as_channels_first, decode_image, opencv, resize_image
+from caffepy.data.images import as_channels_first, opencv, read_image, resize_image
 from caffepy.data.mean import read_volume_mean
-from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng
 from caffepy.data.sampler import SampleLoader, Sampler
 from caffepy.data.sources.databases import hash_of
-from caffepy.data.sources.image_list import MAX_IMAGE_BYTES, list_lines
-from caffepy.data.transform import check_transform
+from caffepy.data.sources.image_list import list_lines
+from caffepy.data.transform import both_sides, check_transform
 from caffepy.errors import ConfigError, DataError
 from caffepy.formats.proto import caffe_pb2
-from caffepy.utils.files import read_regular
+from caffepy.utils.files import working_folder
 
 logger = logging.getLogger(__name__)
 
@@ -103,17 +104,15 @@ class ClipList:
 # -- reading frames ------------------------------------------------------------------------------------
 
 
-def read_image(path: str, size: tuple[int, int] | None, gray: bool = False) -> Pixels:
+def read_frame(path: str, size: tuple[int, int] | None, gray: bool = False) -> Pixels:
     """Return an image file as (C, H, W) of one or three channels, resized to `size`.
 
     Raises:
         DataError: it cannot be read or decoded; the message names it.
     """
     try:
-        image = decode_image(read_regular(path, MAX_IMAGE_BYTES), force_color=not gray, force_gray=gray)
+        image = read_image(path, force_color=not gray, force_gray=gray)
         return image if size is None else resize_image(image, *size)
-    except OSError as error:
-        raise DataError(f"'{path}' cannot be read: {error.strerror}") from error
     except DataError as error:
         raise DataError(f"'{path}' {error}") from error
 
@@ -126,7 +125,90 @@ def read_folder(path: str, first: int, length: int, step: int, size: tuple[int, 
     Raises:
         DataError: a frame cannot be read, or the frames differ in size.
     """
-    return _stacked([read_image(f"{path}/{first + i * step:06d}.jpg", size) for i in range(length)], path)
+    return _stacked([read_frame(f"{path}/{first + i * step:06d}.jpg", size) for i in range(length)], path)
+
+
+class VideoSource:
+    """The frames of a video file or camera. One thread reads at a time.
+
+    Args:
+        path: the file; None: a camera.
+        device: number of the camera.
+
+    Raises:
+        DataError: the video cannot be opened, or has no frames.
+    """
+
+    index = None
+
+    def __init__(self, path: Path | None, device: int = 0) -> None:
+        self.description = f"camera {device}" if path is None else f"video '{path}'"
+        self.is_camera = path is None
+        self._target: str | int = device if path is None else os.fspath(path)
+        self._lock = Lock()
+        self._next = 0
+        if path is not None and not os.path.isfile(path):
+            raise DataError(f"{self.description} does not exist or is not a file (looked from {working_folder()})")
+        self._capture: Any
+        self._open()
+        frames = 0 if path is None else int(self._capture.get(opencv().CAP_PROP_FRAME_COUNT))
+        self._length = frames if frames > 0 else sys.maxsize
+        self._first: NDArray[np.uint8] | None = None
+        try:
+            self._first = self.frame(0)
+        except DataError as error:
+            self.close()
+            raise DataError(f"{self.description}: frame 0 {error}") from error
+
+    def _open(self) -> None:
+        self._capture = opencv().VideoCapture(self._target)
+        self._next = 0
+        if not self._capture.isOpened():
+            raise DataError(f"{self.description} cannot be opened by OpenCV")
+
+    def __len__(self) -> int:
+        """Return the number of frames; sys.maxsize if it is unknown."""
+        return self._length
+
+    def frame(self, number: int) -> NDArray[np.uint8]:
+        """Return a frame (C, H, W). A camera returns its current frame.
+
+        The first frame is stored, because the net's shapes follow from it: `frame(0)` returns it again.
+
+        Raises:
+            DataError: there is no such frame. The message lacks the subject, which the caller prepends.
+        """
+        with self._lock:
+            if number == 0 and self._first is not None:
+                return self._first
+            if not self.is_camera:
+                self._skip_to(number)
+            done, image = self._capture.read()
+            self._next += 1
+            if not done or image is None:
+                raise DataError("cannot be read" if self.is_camera else "does not exist: the video has ended")
+            return as_channels_first(image)
+
+    def _skip_to(self, number: int) -> None:
+        """Decode frames up to `number`, because seeking is inexact in many formats."""
+        if number < self._next:
+            self._capture.release()
+            self._open()
+        while self._next < number:
+            if not self._capture.grab():
+                raise DataError("does not exist: the video has ended")
+            self._next += 1
+
+    def fingerprint(self) -> dict[str, str]:
+        first = b"" if self._first is None or self.is_camera else np.ascontiguousarray(self._first).tobytes()
+        return {"the number of frames": str(len(self)), "the hash of the first frame": hash_of(first)}
+
+    def close(self) -> None:
+        """Release the file or camera. Idempotent."""
+        with self._lock:
+            capture, self._capture = self._capture, None
+        if capture is not None:
+            capture.release()
 
 
 def read_video(path: str, first: Callable[[int], int], length: int, step: int, size: tuple[int, int] | None) -> Pixels:
@@ -135,31 +217,21 @@ def read_video(path: str, first: Callable[[int], int], length: int, step: int, s
     Raises:
         DataError: the video cannot be opened, has too few frames, or a frame cannot be read.
     """
-    if not os.path.isfile(path):
-        raise DataError(f"'{path}' does not exist or is not a file")
-    capture = opencv().VideoCapture(path)
+    video = VideoSource(Path(path))
     try:
-        if not capture.isOpened():
-            raise DataError(f"'{path}' cannot be opened by OpenCV as a video")
-        count = int(capture.get(opencv().CAP_PROP_FRAME_COUNT))
+        count = len(video)
         if count < length * step:
             raise DataError(f"'{path}' has {count} frames; a clip needs {length * step}")
         start = first(count)
         if start < 0 or start + length * step > count:
             raise DataError(f"'{path}' has {count} frames; a clip of {length * step} cannot begin at frame {start}")
-        frames: list[Pixels] = []
-        for number in range(start + (length - 1) * step + 1):  # seeking is inexact in many formats
-            done = capture.grab()
-            if done and number >= start and (number - start) % step == 0:
-                done, image = capture.retrieve()
-                if done and image is not None:
-                    frame = as_channels_first(image)
-                    frames.append(frame if size is None else resize_image(frame, *size))
-            if not done:
-                raise DataError(f"'{path}': frame {number} cannot be read")
-        return _stacked(frames, path)
+        try:
+            frames = [video.frame(start + i * step) for i in range(length)]
+        except DataError as error:
+            raise DataError(f"'{path}': a frame {error}") from error
     finally:
-        capture.release()
+        video.close()
+    return _stacked([frame if size is None else resize_image(frame, *size) for frame in frames], path)
 
 
 def _stacked(frames: list[Pixels], path: str) -> Pixels:
@@ -167,17 +239,6 @@ def _stacked(frames: list[Pixels], path: str) -> Pixels:
     if len({frame.shape for frame in frames}) > 1:
         raise DataError(f"'{path}' has frames of different sizes; set new_height and new_width")
     return np.stack(frames, axis=1)
-
-
-def frame_size(new_height: int, new_width: int, where: str) -> tuple[int, int] | None:
-    """Return height and width to resize to; None: no resizing.
-
-    Raises:
-        ConfigError: only one of them is set.
-    """
-    if bool(new_height) != bool(new_width):
-        raise ConfigError(f"{where}: new_height and new_width must be set together")
-    return (new_height, new_width) if new_height else None
 
 
 # -- transformation ------------------------------------------------------------------------------------
@@ -355,15 +416,8 @@ class SegmentTransform(ClipTransform):
 # -- readers of samples --------------------------------------------------------------------------------
 
 
-class ClipReader(Protocol):
-    """Makes samples of the lines of a list."""
-
-    def read(self, line: ClipLine, rng: SampleRng) -> list[Floats]:
-        """Return the values of each top.
-
-        Raises:
-            DataError: a file cannot be read, or does not fit the settings. The message follows the clip's name.
-        """
+ClipReader = Callable[[ClipLine, SampleRng], "list[Floats]"]
+"""Returns the values of each top of a sample, given a line. Its errors follow the clip's name."""
 
 
 def labels_of(line: ClipLine, count: int) -> Floats:
@@ -398,7 +452,7 @@ class FrameClips:
         self._param, self._transform = param, transform
         if min(param.new_length, param.sampling_rate, param.max_sampling_rate) < 1:
             raise ConfigError(f"{where}: new_length, sampling_rate and max_sampling_rate must be at least 1")
-        self._size = frame_size(param.new_height, param.new_width, where)
+        self._size = both_sides(param.new_height, param.new_width, where)
         if param.use_multiple_label and not param.HasField("num_of_labels"):
             raise ConfigError(f"{where}: use_multiple_label needs num_of_labels")
         self._label_count = param.num_of_labels if param.use_multiple_label else 0
@@ -449,7 +503,7 @@ class SegmentClips:
         self._param, self._transform = param, transform
         if min(param.new_length, param.num_segments) < 1:
             raise ConfigError(f"{where}: new_length and num_segments must be at least 1")
-        self._size = frame_size(param.new_height, param.new_width, where)
+        self._size = both_sides(param.new_height, param.new_width, where)
         flow = param.modality == caffe_pb2.VideoDataParameter.FLOW
         self._pattern = param.name_pattern or ("flow_%c_%04d.jpg" if flow else "image_%04d.jpg")
         kinds = [match[1][-1] for match in _FORMAT.finditer(self._pattern) if match[1] != "%"]
@@ -484,11 +538,9 @@ class SegmentClips:
 
     def _frame(self, folder: str, number: int) -> list[Pixels]:
         if self._directions:
-            return [self._image(folder, (direction, number), True) for direction in self._directions]
-        return [self._image(folder, (number,), self._param.grayscale)]
-
-    def _image(self, folder: str, values: tuple[object, ...], gray: bool) -> Pixels:
-        return read_image(f"{folder}/{self._pattern % values}", self._size, gray)
+            names = [self._pattern % (direction, number) for direction in self._directions]
+            return [read_frame(f"{folder}/{name}", self._size, gray=True) for name in names]
+        return [read_frame(f"{folder}/{self._pattern % number}", self._size, self._param.grayscale)]
 
 
 # -- batches -------------------------------------------------------------------------------------------
@@ -520,38 +572,33 @@ class ClipLoader(SampleLoader):
         stream: int,
         where: str,
     ) -> None:
-        super().__init__(where)
-        self._source, self._order, self._reader = source, order, reader
-        self._key, self._training = (transform.seed(seed), stream), transform.training
+        key = (transform.seed(seed), stream)
+        super().__init__(
+            where,
+            lambda record, number: reader(source.lines[record], SampleRng(*key, number)),
+            lambda record: f"clip {record} ('{source.lines[record].path}') of {source.description}",
+            order,
+        )
+        self._tries = len(source) if transform.training else 1
         self._warned: set[int] = set()
 
-    def close(self) -> None:
-        self._order.close()
-
-    def describe(self, sample: int) -> str:
-        return self._name(int(self._order.copy().records(sample, 1)[0]))
-
-    def _name(self, record: int) -> str:
-        return f"clip {record} ('{self._source.lines[record].path}') of {self._source.description}"
-
-    def load(self, first: int, count: int, batch: Batch) -> None:
-        super().load(first, count, batch)
-        self._order.prepare_next_epoch()
-
-    def sample(self, number: int) -> list[Floats]:
-        """Return the values of each top of a global sample.
+    def sample(self, record: int, number: int) -> Sequence[Floats]:
+        """Return the values of each top of a global sample; see `SampleLoader.sample`.
 
         Raises:
             DataError: the clip cannot be read; in TRAIN, no clip can.
         """
-        tries = len(self._source) if self._training else 1
-        for attempt in range(tries):
-            record = int(self._order.records(number + attempt, 1)[0])
+        for attempt in range(self._tries):
+            record = record if attempt == 0 else int(self._order.records(number + attempt, 1)[0])
             try:
-                return self._reader.read(self._source.lines[record], SampleRng(*self._key, number))
+                return super().sample(record, number)
             except DataError as error:
-                failure = DataError(f"{self.where}: {self._name(record)} {error}")
-            if tries > 1 and record not in self._warned:
+                failure = error
+            if self._tries > 1 and record not in self._warned:
                 self._warned.add(record)
                 logger.warning("%s; the next clip takes its place", failure)
         raise failure
+
+    def first_shapes(self) -> list[tuple[int, ...]]:
+        """Return the shapes of the tops of the first sample."""
+        return [part.shape for part in self.sample(int(self._order.records(0, 1)[0]), 0)]

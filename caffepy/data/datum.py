@@ -1,174 +1,20 @@
-"""Datum parsing, checks and image decoding (Caffe's `io.cpp`), and facts of JPEG and PNG files that these need.
-
-`bulk_copy` runs the check of JPEG headers as machine code. Marker names and offsets follow ITU-T T.81, annex B, and
-JFIF's and Adobe's application segments. OpenCV's PNG decoder trusts chunk lengths: damaged chunks can make it hang or
-allocate gigabytes, so chunks are validated, and chunks that do not affect pixels are dropped (W3C's PNG
-specification, third edition).
-"""
+"""Datums, the records of databases: parsing, checks and images (Caffe's `io.cpp`)."""
 
 from __future__ import annotations
 
 import math
-import os
-import struct
-import threading
-import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
-from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from caffepy.backend.cpu.jit.deferred import Bytes, Int, part
 from caffepy.errors import DataError
+from caffepy.formats.messages import WireError, read_varint
 from caffepy.formats.proto import caffe_pb2
-from caffepy.utils.process_fork import free_after_fork
-
-_BASELINE, _TABLES, _EXTENSION, _ARITHMETIC = 0xC0, 0xC4, 0xC8, 0xCC
-_FIRST_FRAME, _LAST_FRAME = 0xC0, 0xCF
-_SCAN, _APP1, _APP14 = 0xDA, 0xE1, 0xEE
-_EXIF, _ADOBE = 0x45786966, 0x41646F62
-"""The first four letters of the segments' names."""
-_TRANSFORM_AT = 15
-"""Offset of the byte in Adobe's segment, from its marker, that is 1 for YCbCr."""
-
-
-@part
-def _number(file: Bytes, at: Int, size: Int) -> Int:
-    """Return a big-endian number of `size` bytes."""
-    value: Int = 0
-    for i in range(size):
-        value = value << 8 | np.int64(file[at + i])
-    return value
-
-
-@part
-def jpeg_size(file: Bytes, begin: Int, end: Int, ignores_orientation: Int) -> tuple[Int, Int, Int]:
-    """Return height and width of a JPEG, and 1 if it is plain; zeros if its header is damaged or of another format.
-
-    A plain JPEG is complete and baseline, with three channels, YCbCr, of 8 bits.
-
-    Args:
-        file: contains the JPEG in [begin, end).
-        begin: its first byte.
-        end: one past its last byte.
-        ignores_orientation: whether decoding ignores the orientation that Exif may give; else files with Exif are not
-            plain.
-    """
-    if end - begin < 4 or _number(file, begin, 2) != 0xFFD8:
-        return 0, 0, 0
-    plain = 1 if _number(file, end - 2, 2) == 0xFFD9 else 0
-    at = begin + 2
-    while at + 10 <= end and file[at] == 0xFF:
-        marker = np.int64(file[at + 1])
-        if marker == 0xFF:
-            at += 1
-            continue
-        length = _number(file, at + 2, 2)
-        if marker >= _FIRST_FRAME and marker <= _LAST_FRAME and marker not in (_TABLES, _EXTENSION, _ARITHMETIC):
-            height, width = _number(file, at + 5, 2), _number(file, at + 7, 2)
-            if marker != _BASELINE or file[at + 4] != 8 or file[at + 9] != 3 or height == 0 or width == 0:
-                plain = 0
-            return height, width, plain
-        if marker == _SCAN or length < 2:
-            return 0, 0, 0
-        if marker == _APP1 and not ignores_orientation and _number(file, at + 4, 4) == _EXIF:
-            plain = 0
-        adobe = marker == _APP14 and _number(file, at + 4, 4) == _ADOBE
-        if adobe and (at + _TRANSFORM_AT >= end or file[at + _TRANSFORM_AT] != 1):
-            plain = 0
-        at += 2 + length
-    return 0, 0, 0
-
-
-_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-_PIXEL_CHUNKS = {b"IHDR", b"PLTE", b"tRNS", b"eXIf", b"IDAT", b"IEND"}
-"""Chunks that affect pixels (eXIf may rotate the image). Texts, profiles and animations are dropped."""
-_DEPTHS = {0: {1, 2, 4, 8, 16}, 2: {8, 16}, 3: {1, 2, 4, 8}, 4: {8, 16}, 6: {8, 16}}
-"""Valid bit depths of each colour type."""
-
-
-def is_png(data: bytes | memoryview) -> bool:
-    """Return whether the content begins with the PNG signature."""
-    return bytes(data[:8]) == _SIGNATURE
-
-
-def sanitize_png(data: bytes | memoryview) -> bytes | memoryview:
-    """Return a PNG without the chunks that do not affect its pixels.
-
-    Raises:
-        DataError: the PNG is damaged. The message follows the image's name.
-    """
-    chunks, unchanged = [_SIGNATURE], True
-    previous, seen = b"", set()
-    for name, begin, end in _chunks(data):
-        if name == b"IHDR":
-            _check_header(data[begin + 8 : end - 4], first=not previous)
-        elif not previous:
-            raise _damaged("it does not begin with IHDR")
-        if name == b"IDAT" and name in seen and previous != name:
-            raise _damaged("its IDAT chunks are not consecutive")
-        if name == b"IDAT" and name not in seen:
-            _check_stream(data[begin + 8 : end - 4])
-        if name in _PIXEL_CHUNKS:
-            chunks.append(bytes(data[begin:end]))
-        else:
-            unchanged = False
-        previous = name
-        seen.add(name)
-    if b"IDAT" not in seen:
-        raise _damaged("it has no IDAT chunk")
-    return data if unchanged else b"".join(chunks)
-
-
-def _chunks(data: bytes | memoryview) -> Iterator[tuple[bytes, int, int]]:
-    """Yield name, begin and end of each chunk up to IEND; check the CRC of chunks that affect pixels."""
-    at, name = len(_SIGNATURE), b""
-    while name != b"IEND":
-        if at + 12 > len(data):
-            raise _damaged("it ends before IEND")
-        length, name = struct.unpack_from(">I4s", data, at)
-        end = at + 12 + length
-        if end > len(data):
-            raise _damaged(f"a chunk of {length} bytes exceeds the file")
-        if name in _PIXEL_CHUNKS and zlib.crc32(data[at + 4 : end - 4]) != struct.unpack_from(">I", data, end - 4)[0]:
-            raise _damaged(f"the CRC of {name.decode()} is wrong")
-        if name not in _PIXEL_CHUNKS and not name[0] & 0x20:
-            raise _damaged("it has an unknown critical chunk")
-        yield name, at, end
-        at = end
-
-
-def _check_header(header: bytes | memoryview, first: bool) -> None:
-    if len(header) != 13 or not first:
-        raise _damaged("IHDR is misplaced or has the wrong length")
-    width, height, depth, colour, compression, filtering, interlace = struct.unpack(">2I5B", header)
-    valid = depth in _DEPTHS.get(colour, ()) and compression == filtering == 0 and interlace <= 1
-    if not (valid and 0 < width < 2**31 and 0 < height < 2**31):
-        raise _damaged("IHDR has an invalid size, colour type or method")
-
-
-def _check_stream(begin: bytes | memoryview) -> None:
-    """Check the two header bytes of the zlib stream (RFC 1950), which may be split over two chunks."""
-    if len(begin) >= 2 and (
-        begin[0] & 15 != 8 or begin[0] >> 4 > 7 or (begin[0] << 8 | begin[1]) % 31 or begin[1] & 32
-    ):
-        raise _damaged("IDAT is not a zlib stream")
-
-
-def _damaged(how: str) -> DataError:
-    return DataError(f"is a damaged PNG: {how}; replace it")
-
 
 VIEW_MIN_BYTES = 1 << 14
 """Records above this size are parsed without copying their `data`."""
 _DATA_TAG = 0x22
-MAX_PIXELS = 1 << 26
-"""Pixel limit of encoded images: a PNG of 945 kB can unpack to gigabytes. A square image at the limit has 8192 rows."""
-_JPEG = b"\xff\xd8"
 
 
 def parse_datum(record: bytes | memoryview) -> tuple[caffe_pb2.Datum, bytes | memoryview]:
@@ -186,7 +32,7 @@ def parse_datum(record: bytes | memoryview) -> tuple[caffe_pb2.Datum, bytes | me
             if not datum.data:
                 return datum, memoryview(record)[stop:following]
         datum = caffe_pb2.Datum.FromString(record)  # type: ignore[arg-type]
-    except (DecodeError, ValueError) as error:
+    except (DecodeError, ValueError, WireError) as error:
         raise DataError(f"is not a Datum ({error}); rebuild the database with `caffepy convert_imageset`") from error
     return datum, datum.data
 
@@ -197,22 +43,12 @@ def _find_data(record: bytes | memoryview) -> tuple[int, int, int] | None:
     while offset < len(record):
         tag = record[offset]
         if tag == _DATA_TAG:
-            length, start = _varint(record, offset + 1)
+            length, start = read_varint(record, offset + 1, len(record))
             return (offset, start, start + length) if start + length <= len(record) else None
         if tag & 7 or tag & 0x80:
             return None
-        _, offset = _varint(record, offset + 1)
+        _, offset = read_varint(record, offset + 1, len(record))
     return None
-
-
-def _varint(record: bytes | memoryview, offset: int) -> tuple[int, int]:
-    """Return a varint and the offset after it."""
-    value = 0
-    for shift, byte in enumerate(record[offset : offset + 10]):
-        value |= (byte & 127) << (7 * shift)
-        if byte < 128:
-            return value, offset + shift + 1
-    raise ValueError("unterminated varint")
 
 
 def datum_shape(datum: caffe_pb2.Datum, values: int, kind: str) -> tuple[int, int, int]:
@@ -235,132 +71,12 @@ def datum_shape(datum: caffe_pb2.Datum, values: int, kind: str) -> tuple[int, in
     return shape
 
 
-def decode_image(
-    data: bytes | memoryview, force_color: bool = False, force_gray: bool = False, nvidia: bool = False
-) -> NDArray[np.uint8]:
-    """Decode an image file to (C, H, W) in BGR order; a view of (H, W, C) memory.
-
-    Args:
-        data: the file's content.
-        force_color: convert to 3 channels.
-        force_gray: convert to 1 channel. With neither, the file's channels stay.
-        nvidia: decode as NVIDIA Caffe: drop alpha, reduce 16 bits to 8, ignore the EXIF orientation of JPEGs.
+def stored_image(datum: caffe_pb2.Datum, data: bytes | memoryview) -> NDArray[np.uint8] | NDArray[np.float32]:
+    """Return the image (C, H, W) of a Datum that is not encoded, given its `data` as from `parse_datum`.
 
     Raises:
-        DataError: OpenCV fails, a PNG is damaged, or the image has more than 8 bits per channel or 2^26 pixels.
+        DataError: as `datum_shape`.
     """
-    cv2 = opencv()
-    height, width = _encoded_size(data)
-    if height * width > MAX_PIXELS:
-        raise DataError(f"is an image of {height} x {width} pixels; the limit is {MAX_PIXELS}, shrink it")
-    native = cv2.IMREAD_ANYCOLOR if nvidia else cv2.IMREAD_UNCHANGED
-    flag = cv2.IMREAD_COLOR if force_color else cv2.IMREAD_GRAYSCALE if force_gray else native
-    if nvidia and bytes(data[:2]) == _JPEG:
-        flag |= cv2.IMREAD_IGNORE_ORIENTATION
-    if is_png(data):
-        data = sanitize_png(data)
-    try:
-        image = cv2.imdecode(np.frombuffer(data, np.uint8), flag) if data else None
-    except (cv2.error, MemoryError) as error:
-        raise DataError(f"is an image that OpenCV cannot decode ({' '.join(str(error).split())})") from error
-    if image is None:
-        raise DataError(f"is an image of {len(data)} bytes that OpenCV cannot decode; is it damaged?")
-    return as_channels_first(image)
-
-
-def decode_plain_jpeg(file: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8] | None:
-    """Decode a file whose size `jpeg.jpeg_size` gave to (H, W, 3) in BGR order; None: OpenCV cannot.
-
-    One call that releases the GIL: what else is done for a file in Python, threads wait for.
-    """
-    cv2 = opencv()
-    try:
-        image = cv2.imdecode(file, cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION)
-    except (cv2.error, MemoryError):
-        return None
-    return None if image is None or image.shape != (height, width, 3) else image
-
-
-def copy_planes(image: NDArray[np.uint8], planes: NDArray[np.uint8]) -> None:
-    """Copy an image (C, H, W) into contiguous planes of the same shape.
-
-    For three channels in OpenCV's order of memory this is `cv::split`, four times as fast as NumPy.
-    """
-    channels = image.shape[0]
-    if channels == 3 and image.strides[0] == 1 and image.strides[2] == 3:
-        opencv().split(image.transpose(1, 2, 0), list(planes))
-    else:
-        planes[...] = image
-
-
-def resize_image(image: NDArray[np.uint8], height: int, width: int, bicubic: bool = False) -> NDArray[np.uint8]:
-    """Resize an image (C, H, W) bilinearly (the default of `cv::resize`), or by bicubic interpolation."""
-    cv2 = opencv()
-    interpolation = cv2.INTER_CUBIC if bicubic else cv2.INTER_LINEAR
-    try:
-        resized = cv2.resize(image.transpose(1, 2, 0), (width, height), interpolation=interpolation)
-    except (cv2.error, MemoryError) as error:
-        raise DataError(f"cannot be resized to {height} x {width} ({' '.join(str(error).split())})") from error
-    return as_channels_first(np.asarray(resized))
-
-
-@cache
-def opencv() -> Any:
-    """Import cv2 with its pixel limit set: some decoders allocate before `decode_image` could check the size."""
-    os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(MAX_PIXELS))
-    import cv2
-
-    return cv2
-
-
-class _SingleThreaded:
-    """How many blocks of `single_threaded_opencv` there are, and OpenCV's number of threads before the first."""
-
-    def __init__(self) -> None:
-        self.lock = free_after_fork(threading.Lock())
-        self.blocks = self.before = 0
-
-
-_single_threaded = _SingleThreaded()
-
-
-@contextmanager
-def single_threaded_opencv() -> Iterator[None]:
-    """Let OpenCV use no threads of its own in the process, while any such block lasts.
-
-    For callers with threads of their own, for which those of OpenCV's one pool would get in the way.
-    """
-    cv2, state = opencv(), _single_threaded
-    with state.lock:
-        if state.blocks == 0:
-            state.before = cv2.getNumThreads()
-            cv2.setNumThreads(1)
-        state.blocks += 1
-    try:
-        yield
-    finally:
-        with state.lock:
-            state.blocks -= 1
-            if state.blocks == 0:
-                cv2.setNumThreads(state.before)
-
-
-def _encoded_size(data: bytes | memoryview) -> tuple[int, int]:
-    """Return height and width from a PNG or JPEG header; (0, 0) for other formats and damaged headers."""
-    if is_png(data) and len(data) >= 24:
-        width, height = struct.unpack_from(">2I", data, 16)
-        return height, width
-    height, width, _ = jpeg_size(data, 0, len(data), True)
-    return int(height), int(width)
-
-
-def as_channels_first(image: NDArray[np.generic]) -> NDArray[np.uint8]:
-    """Return a (C, H, W) view of OpenCV's (H, W) or (H, W, C).
-
-    Raises:
-        DataError: the image has more than 8 bits per channel.
-    """
-    if image.dtype != np.uint8:
-        raise DataError(f"is an image of {image.dtype} values; Caffe reads 8 bits per channel")
-    image8 = image.view(np.uint8)
-    return image8[None] if image8.ndim == 2 else image8.transpose(2, 0, 1)
+    if len(data):
+        return np.frombuffer(data, np.uint8).reshape(datum_shape(datum, len(data), "bytes"))
+    return np.array(datum.float_data, np.float32).reshape(datum_shape(datum, len(datum.float_data), "floats"))

@@ -23,14 +23,18 @@ from numpy.typing import NDArray
 
 from caffepy.backend.cpu.jit.deferred import JitThreshold
 from caffepy.backend.types import ByteImages, ImageSlot
-from caffepy.data.datum import (
+from caffepy.data.datum import parse_datum, stored_image
+from caffepy.data.images import (
+    CUBIC,
+    LINEAR,
+    Image,
     copy_planes,
-    datum_shape,
     decode_image,
     decode_plain_jpeg,
-    parse_datum,
     resize_image,
+    sides,
     single_threaded_opencv,
+    without_ipp,
 )
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng, sample_rngs
@@ -38,7 +42,6 @@ from caffepy.data.sampler import Sampler
 from caffepy.data.sources.databases import RecordSource
 from caffepy.data.sources.image_list import ImageListSource
 from caffepy.data.transform import CropParams, DataTransformer
-from caffepy.data.transforms.pixels import Image, without_ipp
 from caffepy.data.workers import Workers, keep_freed_memory
 from caffepy.errors import CaffepyError, DataError
 from caffepy.formats.blobs import check_shape
@@ -343,28 +346,31 @@ class ImageLoader(ABC):
         crop_params = self._transformer.draw_crops(self._seed, self._stream, samples)
         rngs = self._rngs(samples)
         labels = np.empty(count, np.float32)
-        out: NDArray[np.float32] = np.empty(0, np.float32)
         for index, number in enumerate(self._order.records(first, count).tolist()):
             self._record = number
             try:
                 image, labels[index] = self._read_and_preprocess(number, rngs[index] if rngs else None)
                 start = perf_counter()
                 self._check_channels(image)
-                result = self._transformer.output_shape(_shape_of(image))
-                if index == 0:
-                    check_shape((count, *result), self._where)
-                    out = batch.array(0, (count, *result))
-                elif result != out.shape[1:]:
-                    raise DataError(
-                        f"is {_format_shape(image.shape)} and makes {_format_shape(result)}, but others of its batch "
-                        f"make {_format_shape(out.shape[1:])}; set crop_size, or batch_size: 1"
-                    )
-                self._transformer.apply(image, crop_params, index, out[index])
+                self._put(image, index, count, crop_params, batch)
                 self.stages.add(TRANSFORMING, start)
             except DataError as error:
                 raise self._add_record_name(error, number) from error
         if len(batch.arrays) > 1:
             batch.array(1, (count,))[...] = labels
+
+    def _put(self, image: Image, index: int, count: int, crop_params: CropParams, batch: Batch) -> None:
+        """Transform an image into the batch, whose shape its first image gives."""
+        result = self._transformer.output_shape(_shape_of(image))
+        if index == 0:
+            check_shape((count, *result), self._where)
+            batch.array(0, (count, *result))
+        elif result != batch.arrays[0].shape[1:]:
+            raise DataError(
+                f"is {sides(image.shape)} and makes {sides(result)}, but others of its batch make "
+                f"{sides(batch.arrays[0].shape[1:])}; set crop_size or resize_param, or batch_size: 1"
+            )
+        self._transformer.apply(image, crop_params, index, batch.arrays[0][index])
 
     def _add_record_name(self, error: DataError, number: int) -> DataError:
         if str(error).startswith(self._source.description):  # the source itself failed
@@ -591,12 +597,10 @@ class DatumLoader(ImageLoader):
             self._warn_once("force_color and force_gray affect encoded images only")
         if transformer.adds_noise:
             self._warn_once("noise_param affects encoded records only, as in Caffe")
-        if len(data):
-            pixels = np.frombuffer(data, np.uint8).reshape(datum_shape(datum, len(data), "bytes"))
-            # NVIDIA Caffe resizes raw images in float32, without rounding
-            return pixels.astype(np.float32) if transformer.nvidia and transformer.resizes_randomly else pixels
-        shape = datum_shape(datum, len(datum.float_data), "floats")
-        return np.array(datum.float_data, np.float32).reshape(shape)
+        pixels = stored_image(datum, data)
+        # NVIDIA Caffe resizes raw images in float32, without rounding
+        in_floats = transformer.nvidia and transformer.resizes_randomly
+        return pixels.astype(np.float32, copy=False) if in_floats else pixels
 
     def _decode(self, data: bytes | memoryview) -> NDArray[np.uint8]:
         start, transformer = perf_counter(), self._transformer
@@ -669,7 +673,7 @@ class ImageFileLoader(ImageLoader):
         if self._new_dim:
             factor = np.float32(self._new_dim) / np.float32(min(image.shape[1:]))
             rows, columns = (math.floor(float(factor * np.float32(side)) + 0.5) for side in image.shape[1:])
-            return resize_image(image, rows, columns, self._bicubic)
+            return resize_image(image, rows, columns, CUBIC if self._bicubic else LINEAR)
         return image if size is None else resize_image(image, *size)
 
     def fill_cache(self) -> None:
@@ -689,7 +693,3 @@ class ImageFileLoader(ImageLoader):
 def _shape_of(image: Image) -> Shape:
     channels, height, width = image.shape
     return channels, height, width
-
-
-def _format_shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))

@@ -12,13 +12,14 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from caffepy.backend.cpu.jit.deferred import cpu_count
-from caffepy.data.datum import datum_shape, decode_image, parse_datum
+from caffepy.data.datum import parse_datum, stored_image
+from caffepy.data.images import decode_image, sides
 from caffepy.data.sources.databases import LevelDbSource, LmdbSource, RecordSource, is_leveldb
 from caffepy.data.workers import Progress, ordered_map
 from caffepy.errors import DataError
-from caffepy.formats.messages import DELIMITED, VARINT, WireError, describe_content, wire_fields
+from caffepy.formats.messages import DELIMITED, VARINT, WireError, describe_content, read_varint, wire_fields
 from caffepy.formats.proto import caffe_pb2
-from caffepy.utils.files import atomic_write, read_regular
+from caffepy.utils.files import atomic_write, read_data
 
 # -- files ---------------------------------------------------------------------------------------------
 
@@ -34,15 +35,22 @@ def read_mean(path: Path) -> NDArray[np.float32]:
     """
     blob = _read_proto(path, "mean_file")
     shape = tuple(blob.shape.dim) if blob.HasField("shape") else (blob.num, blob.channels, blob.height, blob.width)
-    values = _values(blob, f"mean_file '{path}'")
     while len(shape) > 3 and shape[0] == 1:
         shape = shape[1:]
-    if len(shape) != 3 or min(shape) <= 0 or math.prod(shape) != values.size:
+    return _shaped(path, _values(blob, f"mean_file '{path}'"), shape, (3,))
+
+
+def _shaped(
+    path: Path, values: NDArray[np.float32], shape: tuple[int, ...], axes: tuple[int, ...]
+) -> NDArray[np.float32]:
+    """Return the values in their shape, which must have one of these numbers of axes."""
+    if len(shape) not in axes or min(shape) <= 0 or math.prod(shape) != values.size:
+        clips = ", or one clip of channels x frames x height x width" if 4 in axes else ""
         raise DataError(
-            f"mean_file '{path}' holds {values.size} values in the shape {' x '.join(map(str, shape))}; "
-            "a mean is one image of channels x height x width"
+            f"mean_file '{path}' holds {values.size} values in the shape {sides(shape)}; a mean is one image of "
+            f"channels x height x width{clips}"
         )
-    return values.reshape(shape)
+    return values.reshape(shape).astype(np.float32, copy=False)
 
 
 def read_blob(path: Path, field: str) -> NDArray[np.float32]:
@@ -58,15 +66,8 @@ def read_blob(path: Path, field: str) -> NDArray[np.float32]:
     return _values(_read_proto(path, field), f"{field} '{path}'")
 
 
-def _content(path: Path, field: str) -> bytes:
-    try:
-        return read_regular(path, _MAX_BYTES)
-    except OSError as error:
-        raise DataError(f"{field} '{path}' cannot be read: {error.strerror}") from error
-
-
 def _read_proto(path: Path, field: str) -> caffe_pb2.BlobProto:
-    content = _content(path, field)
+    content = read_data(path, _MAX_BYTES, f"{field} '{path}'")
     try:
         return caffe_pb2.BlobProto.FromString(content)
     except DecodeError as error:
@@ -105,14 +106,16 @@ def read_volume_mean(path: Path) -> NDArray[np.float32]:
     Raises:
         DataError: the file cannot be read or is not a BlobProto of one image or clip.
     """
-    blob, content = caffe_pb2.BlobProto(), _content(path, "mean_file")
+    blob, content = caffe_pb2.BlobProto(), read_data(path, _MAX_BYTES, f"mean_file '{path}'")
     try:
         fields = list(wire_fields(content, 0, len(content)))
     except WireError:
         fields = []
     if any(field.number == blob.DATA_FIELD_NUMBER and field.kind == VARINT for field in fields):
         numbers = {field.number: content[field.begin : field.end] for field in fields if field.kind == VARINT}
-        shape: tuple[int, ...] = tuple(_number(numbers.get(number, b"\0")) for number in range(1, 6))
+        shape: tuple[int, ...] = tuple(
+            read_varint(number, 0, len(number))[0] for number in (numbers.get(i, b"\0") for i in range(1, 6))
+        )
         values = np.concatenate(
             [np.frombuffer(content[f.begin : f.end], "<f4") for f in fields if f.number == 6 and f.kind == DELIMITED]
             or [np.empty(0, np.float32)]
@@ -123,16 +126,7 @@ def read_volume_mean(path: Path) -> NDArray[np.float32]:
         values = _values(blob, f"mean_file '{path}'")
     if len(shape) > 3 and shape[0] == 1:
         shape = shape[1:]
-    if len(shape) not in (3, 4) or min(shape) <= 0 or math.prod(shape) != values.size:
-        raise DataError(
-            f"mean_file '{path}' holds {values.size} values in the shape {' x '.join(map(str, shape))}; "
-            "a mean is one image of channels x height x width, or one clip of channels x frames x height x width"
-        )
-    return values.reshape(shape).astype(np.float32)
-
-
-def _number(varint: bytes) -> int:
-    return sum((byte & 127) << 7 * place for place, byte in enumerate(varint))
+    return _shaped(path, values, shape, (3, 4))
 
 
 # -- a database's mean ---------------------------------------------------------------------------------
@@ -221,8 +215,8 @@ def _images(source: RecordSource, shape: tuple[int, ...], numbers: range) -> Ite
         image = _image(source, number)
         if image.shape != shape:
             raise DataError(
-                f"{source.description}: {source.record_name(number)} is {_format(image.shape)}, but the first is "
-                f"{_format(shape)}; a mean needs images of equal size: convert them with --resize_height and "
+                f"{source.description}: {source.record_name(number)} is {sides(image.shape)}, but the first is "
+                f"{sides(shape)}; a mean needs images of equal size: convert them with --resize_height and "
                 "--resize_width"
             )
         yield image
@@ -232,17 +226,8 @@ def _image(source: RecordSource, number: int) -> Values:
     """Return the image of a record; an encoded image keeps its channels."""
     try:
         datum, data = parse_datum(source.read(number))
-        if datum.encoded:
-            return decode_image(data)
-        if len(data):
-            return np.frombuffer(data, np.uint8).reshape(datum_shape(datum, len(data), "bytes"))
-        values = np.array(datum.float_data, np.float32)
-        return values.reshape(datum_shape(datum, values.size, "floats"))
+        return decode_image(data) if datum.encoded else stored_image(datum, data)
     except DataError as error:
         if str(error).startswith(source.description):  # an error of the whole database
             raise
         raise DataError(f"{source.description}: {source.record_name(number)} {error}") from error
-
-
-def _format(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.data.images import sides
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import permutation
 from caffepy.data.workers import Workers
@@ -113,109 +113,95 @@ class Sampler:
         self._orders = {**previous, epoch: order}
 
 
-class RecordLoader:
-    """The base of loaders whose threads read records of a source.
+class SampleLoader:
+    """Fills batches with samples, each made by itself; a `Loader`.
 
     Args:
-        source: names its records and describes itself.
-        order: of the records; None: the loader chooses the record of each sample.
         where: the layer, for messages.
-        threads: number of threads.
+        make: returns the values of each top, given a sample's record and global number. Its errors follow the record's
+            name.
+        name: returns the name of a record, for messages. Thread-safe.
+        order: of the records; None: a sample's record has its number.
+        threads: that make samples.
+        objects: the top that lists the objects of all images of a batch as rows of image and values, and the row of a
+            batch without any; None: there is none.
     """
 
-    def __init__(self, source: Any, order: Sampler | None, where: str = "", threads: int = 1) -> None:
-        self.source, self.where, self._order, self._record = source, where, order, 0
+    def __init__(
+        self,
+        where: str,
+        make: Callable[[int, int], Sequence[NDArray[np.float32]]],
+        name: Callable[[int], str],
+        order: Sampler | None = None,
+        threads: int = 1,
+        objects: tuple[int, Sequence[float]] | None = None,
+    ) -> None:
+        self.where = where
+        self._objects_top, self._no_object = objects or (-1, ())
+        self._make, self._name = make, name
+        self._order = order or Sampler(sys.maxsize)
+        self._record = 0
         self._workers = Workers(threads, f"read for {where}")
 
     @property
     def reading(self) -> str:
-        return f"image {self._record} of {self.source.description}"
-
-    def record_of(self, sample: int) -> int:
-        """Return the record of a global sample. Thread-safe: it works on a copy of the order."""
-        assert self._order is not None
-        return int(self._order.copy().records(sample, 1)[0])
-
-    def records(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return the records of the samples [first, first + count)."""
-        assert self._order is not None
-        numbers = self._order.records(first, count)
-        self._order.prepare_next_epoch()
-        return numbers
-
-    @contextmanager
-    def reads(self, record: int) -> Iterator[None]:
-        """Name the record in errors.
-
-        Raises:
-            DataError: with the names of the layer, the source and the record.
-        """
-        self._record = record
-        try:
-            yield
-        except DataError as error:
-            name = f"{self.source.description}: {self.source.record_name(record)}"
-            raise DataError(f"{self.where}: {name} {error}") from error
-
-    def close(self) -> None:
-        self._workers.close()
-        if self._order is not None:
-            self._order.close()
-
-    def load_bytes(self, *_: object) -> int:
-        """Return 0: batches are float32."""
-        return 0
-
-
-class SampleLoader:
-    """Fills batches with samples; a `Loader`.
-
-    Args:
-        where: the layer, for messages.
-    """
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-        self._sample = 0
-
-    def sample(self, number: int) -> list[NDArray[np.float32]]:
-        """Return the values of each top of a global sample.
-
-        Raises:
-            DataError: the sample cannot be read.
-        """
-        raise NotImplementedError
+        return self._name(self._record)
 
     def describe(self, sample: int) -> str:
         """Return the name of the record of a global sample, for messages. Thread-safe."""
-        raise NotImplementedError
-
-    @property
-    def reading(self) -> str:
-        return self.describe(self._sample)
+        return self._name(int(self._order.copy().records(sample, 1)[0]))
 
     def close(self) -> None:
-        """Does nothing: the layer closes the source."""
+        """Stop the threads. Idempotent."""
+        self._workers.close()
+        self._order.close()
 
     def load_bytes(self, *_: object) -> int:
         """Return 0: batches are float32."""
         return 0
+
+    def sample(self, record: int, number: int) -> Sequence[NDArray[np.float32]]:
+        """Return the values of each top of a global sample, given its record.
+
+        Raises:
+            DataError: the sample cannot be made.
+        """
+        self._record = record
+        try:
+            return self._make(record, number)
+        except DataError as error:
+            raise DataError(f"{self.where}: {self._name(record)} {error}") from error
 
     def load(self, first: int, count: int, batch: Batch) -> None:
         """Fill `batch` with the global samples [first, first + count).
 
         Raises:
-            DataError: a sample cannot be read, or samples of the batch differ in shape.
+            DataError: a sample cannot be made, or samples of the batch differ in shape.
         """
-        for index in range(count):
-            self._sample = first + index
-            for top, part in enumerate(self.sample(self._sample)[: len(batch.arrays)]):
+        records = self._order.records(first, count).tolist()
+        rows: list[NDArray[np.float32]] = [np.empty((0, len(self._no_object)), np.float32)] * count
+
+        def fill(index: int) -> None:
+            for top, part in enumerate(self.sample(records[index], first + index)[: len(batch.arrays)]):
                 shape = (count, *part.shape)
+                if top == self._objects_top:
+                    rows[index] = np.insert(part, 0, index, axis=1)
+                    continue
                 if index == 0:
                     check_shape(shape, self.where)
+                    batch.array(top, shape)
                 elif batch.arrays[top].shape != shape:
+                    made, others = (sides(sizes[1:]) for sizes in (shape, batch.arrays[top].shape))
                     raise DataError(
-                        f"{self.where}: {self.reading} makes an array {' x '.join(map(str, part.shape))}, and the "
-                        "first sample of the batch another; give all of them one size"
+                        f"{self.where}: {self._name(records[index])} makes {made}, but others of its batch make "
+                        f"{others}; give all of them one size (a crop or a new size), or batch_size: 1"
                     )
-                batch.array(top, shape)[index] = part
+                batch.arrays[top][index] = part
+
+        fill(0)  # sets the shapes
+        self._workers.run(fill, range(1, count))
+        if 0 <= self._objects_top < len(batch.arrays):
+            found = np.concatenate(rows)
+            found = found if len(found) else np.array([self._no_object], np.float32)
+            batch.array(self._objects_top, (*found.shape, 1, 1))[...] = found[:, :, None, None]
+        self._order.prepare_next_epoch()

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.data.images import Image, Pixels, sides, to_image, to_pixels, without_ipp
 from caffepy.data.mean import read_mean
 from caffepy.data.random import SampleRng, below, sample_words
 from caffepy.data.sources.databases import hash_of
@@ -32,7 +33,6 @@ from caffepy.data.transforms.im_transforms import (
     random_resize,
     resizes_randomly,
 )
-from caffepy.data.transforms.pixels import Image, Pixels, to_image, to_pixels, without_ipp
 from caffepy.errors import ConfigError, DataError
 from caffepy.formats.proto import caffe_pb2
 
@@ -63,6 +63,17 @@ def check_transform(param: caffe_pb2.TransformationParameter, where: str) -> Non
     check_resizes(param.resize_param, where)
     check_noise(param.noise_param, where)
     check_distort(param.distort_param, where)
+
+
+def both_sides(height: int, width: int, where: str, names: str = "new_height and new_width") -> tuple[int, int] | None:
+    """Return a height and a width; None if neither is set.
+
+    Raises:
+        ConfigError: only one of them is set.
+    """
+    if bool(height) != bool(width):
+        raise ConfigError(f"{where}: {names} must be set together")
+    return (height, width) if height else None
 
 
 def warn_about_unused_fields(param: caffe_pb2.TransformationParameter, nvidia: bool, where: str) -> None:
@@ -270,7 +281,7 @@ class DataTransformer:
             if self._mean_file.shape != shape:
                 raise DataError(
                     f"is {channels} x {height} x {width}, but the mean in mean_file is "
-                    f"{' x '.join(map(str, self._mean_file.shape))}; compute the mean of this database"
+                    f"{sides(self._mean_file.shape)}; compute the mean of this database"
                 )
             return self._mean_file
         if self._mean_values.size not in (0, 1, channels):
@@ -288,7 +299,7 @@ class DataTransformer:
         whole = self._mean_file.shape
         if whole[0] != channels or whole[1] < height or whole[2] < width:
             raise DataError(
-                f"makes {channels} x {height} x {width}, but the mean in mean_file is {' x '.join(map(str, whole))}; "
+                f"makes {channels} x {height} x {width}, but the mean in mean_file is {sides(whole)}; "
                 "it needs as many channels and at least this size"
             )
         top, left = (whole[1] - height) // 2, (whole[2] - width) // 2

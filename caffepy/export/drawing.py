@@ -10,11 +10,12 @@ import logging
 import shutil
 import subprocess
 import unicodedata
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+
+from google.protobuf.message import Message
 
 from caffepy.backend.meta import MetaBackend
 from caffepy.errors import CaffepyError, ConfigError, RunError
@@ -70,174 +71,101 @@ LAYER_COLOUR = "#6495ED"
 NEURON_COLOUR = "#90EE90"
 """Of an in-place layer."""
 BLOB_COLOUR = "#E0E0E0"
-_COLOURS = {
-    "Convolution": "#FF5050",
-    "Deconvolution": "#FF5050",
-    "Pooling": "#FF9900",
-    "InnerProduct": "#CC33FF",
-}
+COLOURS = {"Convolution": "#FF5050", "Deconvolution": "#FF5050", "Pooling": "#FF9900", "InnerProduct": "#CC33FF"}
+"""Of layers by type; others have LAYER_COLOUR."""
+LEARNING = ("Convolution", "Deconvolution", "InnerProduct")
+"""Types whose lr_mult a picture can show."""
 LONGEST = 48
 """In characters: an ellipsis replaces the middle of a longer name or line."""
 
 
-@dataclass(frozen=True)
-class BoxRow:
-    """One layer, or blob, in a box.
-
-    Args:
-        lines: of text: name, type, settings.
-        colour: of the background, as #RRGGBB.
-    """
-
-    lines: tuple[str, ...]
-    colour: str
-
-
-@dataclass
-class Box:
-    """A node: a layer with the in-place layers that follow it, or a blob.
-
-    Args:
-        rows: from top to bottom.
-        is_blob: whether it is a blob, drawn as an octagon.
-    """
-
-    rows: list[BoxRow]
-    is_blob: bool = False
-
-
-@dataclass(frozen=True)
-class Edge:
-    """A blob as an edge from the box at index `source` to the box at index `target`.
-
-    Args:
-        source: index of the box that makes it.
-        target: index of the box that reads it.
-        label: the blob's name, unless it is the layer's, and its shape, if known.
-    """
-
-    source: int
-    target: int
-    label: str
-
-
-@dataclass
-class NetGraph:
-    """Boxes and edges of a net.
-
-    Args:
-        name: of the net.
-        boxes: in the order of the layers.
-        edges: between them.
-    """
-
-    name: str
-    boxes: list[Box] = field(default_factory=list)
-    edges: list[Edge] = field(default_factory=list)
-
-
 @dataclass
 class _Source:
-    """The producer of a blob: the index of its box, and its layer."""
+    """The producer of a blob: the index of its node, and its layer; `alone`: the blob is its only top."""
 
-    box: int
+    node: int
     layer: str
     phases: frozenset[str] = frozenset()
+    alone: bool = False
     was_read: bool = False
 
 
-class _Builder:
-    """Builds the graph, layer by layer."""
+class _Picture:
+    """The nodes and edges of a net in the DOT language. Nodes are numbered; names appear in escaped labels only."""
 
-    def __init__(self, name: str, shapes: Shapes, rates: bool, all_phases: bool) -> None:
-        self.graph = NetGraph(printable(name))
-        self._shapes = shapes
-        self._rates = rates
-        self._all_phases = all_phases
+    def __init__(self, shapes: Shapes, rates: bool, all_phases: bool) -> None:
+        self._shapes, self._rates, self._all_phases = shapes, rates, all_phases
+        self._nodes: list[str | list[str]] = []
+        """An octagon, or the rows of a box: a layer, and the in-place layers that follow it."""
+        self._edges: list[str] = []
         self._sources: dict[str, list[_Source]] = {}
-        self._top_counts: defaultdict[int, int] = defaultdict(int)
-        """Number of tops of each box."""
 
     def add(self, layer: caffe_pb2.LayerParameter) -> None:
         """Add a layer as a box, or as a row of the preceding box."""
-        lines = (printable(layer.name), *describe(layer, self._rates))
-        in_place = len(layer.bottom) == len(layer.top) == 1 and layer.bottom[0] == layer.top[0]
-        before = self._sources.get(layer.bottom[0], []) if in_place else []
-        if len(before) == 1 and self._can_follow(before[0]):
-            self.graph.boxes[before[0].box].rows.append(BoxRow(lines, NEURON_COLOUR))
+        name, *rest = (escape(line) for line in (printable(layer.name), *describe(layer, self._rates)))
+        text = "<BR/>".join([f"<B>{name}</B>" if name else "", *rest])
+        row = f'<TR><TD BGCOLOR="{colour(layer)}">{text}</TD></TR>'
+        before = self._sources.get(layer.bottom[0], []) if is_in_place(layer) else []
+        if len(before) == 1 and before[0].alone and not before[0].was_read:
+            rows = self._nodes[before[0].node]
+            assert isinstance(rows, list)
+            rows.append(row)
             return
-        sources = {bottom: self._sources_of(bottom) for bottom in layer.bottom}
-        index = self._new_box(Box([BoxRow(lines, colour(layer))]))
-        own = phases(layer)
+        for bottom in layer.bottom:
+            if bottom not in self._sources:
+                self._sources[bottom] = [_Source(self._octagon(bottom), bottom)]
+        sources = {bottom: self._sources[bottom] for bottom in layer.bottom}
+        self._nodes.append([row])
+        node, own = len(self._nodes) - 1, phases(layer)
         for bottom, candidates in sources.items():
-            same_phase = [source for source in candidates if not own or not source.phases or own & source.phases]
-            self._connect(bottom, same_phase, index)
-        for top in layer.top:
-            self._add_top(top, index, layer)
+            self._connect(bottom, [s for s in candidates if not own or not s.phases or own & s.phases], node)
+        for top in layer.top:  # it replaces earlier producers of the name, except those of other phases
+            others = self._sources.get(top, []) if self._all_phases and top not in layer.bottom else []
+            source = _Source(node, layer.name, own, len(layer.top) == 1)
+            self._sources[top] = [*(other for other in others if not other.was_read), source]
 
-    def finish(self) -> NetGraph:
-        """Add octagons for blobs without a consumer, and return the graph."""
-        for name, sources in self._sources.items():
-            unread = [source for source in sources if not source.was_read]
-            if unread:
-                self._connect(name, unread, self._new_box(self._octagon(name)), labelled=False)
-        return self.graph
+    def text(self, name: str, rankdir: str) -> str:
+        """Return the graph, with octagons for blobs without a consumer."""
+        for blob, sources in self._sources.items():
+            if unread := [source for source in sources if not source.was_read]:
+                self._connect(blob, unread, self._octagon(blob), labelled=False)
+        lines = [
+            "digraph net {",
+            f"  graph [rankdir={rankdir}, label={_html(printable(name))}, labelloc=t, labeljust=l];",
+            '  node [shape=plain, fontname="Helvetica", fontsize=11];',
+            '  edge [fontname="Helvetica", fontsize=10, color="#606060"];',
+            *(f"  n{index} [{_node(node)}];" for index, node in enumerate(self._nodes)),
+            *self._edges,
+            "}",
+        ]
+        return "\n".join(lines) + "\n"
 
-    def _sources_of(self, name: str) -> list[_Source]:
-        """Return the producers of a blob; a new octagon if there is none."""
-        if name not in self._sources:
-            box = self._new_box(self._octagon(name))
-            self._top_counts[box] = 1
-            self._sources[name] = [_Source(box, name)]
-        return self._sources[name]
+    def _octagon(self, blob: str) -> int:
+        """Add a node for a blob and return its index."""
+        lines = "<BR/>".join(map(escape, (printable(blob), *self._shape(blob))))
+        self._nodes.append(f'label=<{lines}>, shape=octagon, style=filled, fillcolor="{BLOB_COLOUR}"')
+        return len(self._nodes) - 1
 
-    def _octagon(self, name: str) -> Box:
-        return Box([BoxRow((printable(name), *self._shape(name)), BLOB_COLOUR)], is_blob=True)
-
-    def _can_follow(self, source: _Source) -> bool:
-        """Whether an in-place layer can be a row: its blob is the only top of the box and has no consumer so far."""
-        is_layer = not self.graph.boxes[source.box].is_blob
-        return is_layer and not source.was_read and self._top_counts[source.box] == 1
-
-    def _new_box(self, box: Box) -> int:
-        self.graph.boxes.append(box)
-        return len(self.graph.boxes) - 1
-
-    def _add_top(self, name: str, box: int, layer: caffe_pb2.LayerParameter) -> None:
-        """Add a top. It replaces earlier producers of the name, except those of other phases."""
-        source = _Source(box, layer.name, phases(layer))
-        self._top_counts[box] += 1
-        others = self._sources.get(name, []) if self._all_phases and name not in layer.bottom else []
-        self._sources[name] = [*(other for other in others if not other.was_read), source]
-
-    def _connect(self, name: str, sources: list[_Source], target: int, labelled: bool = True) -> None:
+    def _connect(self, blob: str, sources: list[_Source], target: int, labelled: bool = True) -> None:
         for source in sources:
             source.was_read = True
-            label = self._label(name, source) if labelled else ""
-            self.graph.edges.append(Edge(source.box, target, label))
+            own = [printable(blob)] if blob != source.layer else []
+            text = _html(" ".join([*own, *self._shape(blob)])) if labelled else '""'
+            label = f" [label={text}]" if text != '""' else ""
+            self._edges.append(f"  n{source.node} -> n{target}{label};")
 
-    def _label(self, name: str, source: _Source) -> str:
-        own = [printable(name)] if name != source.layer else []
-        return " ".join([*own, *self._shape(name)])
-
-    def _shape(self, name: str) -> list[str]:
-        return [dimensions(self._shapes[name])] if name in self._shapes else []
+    def _shape(self, blob: str) -> list[str]:
+        return ["x".join(map(str, self._shapes[blob])) or "scalar"] if blob in self._shapes else []
 
 
-def make_graph(net: caffe_pb2.NetParameter, phase: int | None, shapes: Shapes, rates: bool = False) -> NetGraph:
-    """Return the boxes and edges of a net.
+def _node(node: str | list[str]) -> str:
+    if isinstance(node, str):
+        return node
+    return f'label=<<TABLE BORDER="0" CELLBORDER="1" CELLSPACING="0" CELLPADDING="4">{"".join(node)}</TABLE>>'
 
-    Args:
-        net: in the current format.
-        phase: of the layers to draw; None: all layers, with the phase in the text of a layer of one phase.
-        shapes: of the blobs, by name, as far as known.
-        rates: whether to show the lr_mult of layers with weights.
-    """
-    layers = net.layer if phase is None else filter_net(net, net_state(phase, net.state, net_state(phase))).layer
-    builder = _Builder(net.name or "Net", shapes, rates, phase is None)
-    for layer in layers:
-        builder.add(layer)
-    return builder.finish()
+
+def _html(text: str) -> str:
+    return f"<{escape(text)}>" if text else '""'
 
 
 def printable(text: str) -> str:
@@ -248,11 +176,14 @@ def printable(text: str) -> str:
     return line if len(line) <= LONGEST else f"{line[: half - 1]}…{line[-half:]}"
 
 
+def is_in_place(layer: caffe_pb2.LayerParameter) -> bool:
+    """Return whether a layer's only top is its only bottom."""
+    return len(layer.bottom) == len(layer.top) == 1 and layer.bottom[0] == layer.top[0]
+
+
 def colour(layer: caffe_pb2.LayerParameter) -> str:
     """Return the background colour of a layer's box."""
-    if len(layer.bottom) == len(layer.top) == 1 and layer.bottom[0] == layer.top[0]:
-        return NEURON_COLOUR
-    return _COLOURS.get(layer.type, LAYER_COLOUR)
+    return NEURON_COLOUR if is_in_place(layer) else COLOURS.get(layer.type, LAYER_COLOUR)
 
 
 def describe(layer: caffe_pb2.LayerParameter, rates: bool = False) -> list[str]:
@@ -262,20 +193,15 @@ def describe(layer: caffe_pb2.LayerParameter, rates: bool = False) -> list[str]:
         layer: the layer.
         rates: whether to add the lr_mult of a layer with weights, unless all are 0.
     """
-    kind = f"{layer.type} {_pool_method(layer)}".rstrip()
+    pools = layer.type == "Pooling"
+    kind = f"Pooling {_pool.Name(layer.pooling_param.pool)}" if pools else layer.type
     named = ", ".join(sorted(phases(layer)))
     lines = [f"{kind} ({named})" if named else kind]
     lines += [", ".join(parts)] if (parts := _numbers(layer)) else []
-    if rates and layer.type in ("Convolution", "Deconvolution", "InnerProduct"):
-        multipliers = [param.lr_mult for param in layer.param[:2]]
-        multipliers += [1.0] * (2 - len(multipliers))
-        lines += [f"lr mult: {multipliers[0]:.1f}, {multipliers[1]:.1f}"] if any(multipliers) else []
+    multipliers = [*(param.lr_mult for param in layer.param), 1.0, 1.0][:2]
+    if rates and layer.type in LEARNING and any(multipliers):
+        lines.append(f"lr mult: {multipliers[0]:.1f}, {multipliers[1]:.1f}")
     return [printable(line) for line in lines]
-
-
-def dimensions(shape: Sequence[int]) -> str:
-    """Return a blob's shape as text: `1x3x224x224`."""
-    return "x".join(map(str, shape)) or "scalar"
 
 
 def phases(layer: caffe_pb2.LayerParameter) -> frozenset[str]:
@@ -285,58 +211,45 @@ def phases(layer: caffe_pb2.LayerParameter) -> frozenset[str]:
     return frozenset({"TRAIN", "TEST"} - excluded if excluded and not included else included)
 
 
-def _pool_method(layer: caffe_pb2.LayerParameter) -> str:
-    if layer.type != "Pooling":
-        return ""
-    return caffe_pb2.PoolingParameter.PoolMethod.Name(layer.pooling_param.pool)
+_pool = caffe_pb2.PoolingParameter.PoolMethod
 
 
 def _numbers(layer: caffe_pb2.LayerParameter) -> list[str]:
-    if layer.type in ("Convolution", "Deconvolution"):
-        return _of_convolution(layer.convolution_param)
-    if layer.type == "Pooling":
-        return _of_pooling(layer.pooling_param)
-    if layer.type == "InnerProduct":
-        return [f"{layer.inner_product_param.num_output} outputs"]
-    if layer.type == "LRN":
-        return [f"size {layer.lrn_param.local_size}"]
-    if layer.type == "Dropout":
-        return [f"ratio {layer.dropout_param.dropout_ratio:g}"]
-    if layer.type == "Eltwise":
-        return [caffe_pb2.EltwiseParameter.EltwiseOp.Name(layer.eltwise_param.operation)]
-    if layer.type == "Data" and layer.data_param.batch_size:
-        return [f"batch {layer.data_param.batch_size}"]
+    match layer.type:
+        case "Convolution" | "Deconvolution":
+            param = layer.convolution_param
+            group = [f"group {param.group}"] if param.group > 1 else []
+            return [f"{param.num_output} outputs", *_window(param), *group]
+        case "Pooling":
+            return ["global"] if layer.pooling_param.global_pooling else _window(layer.pooling_param)
+        case "InnerProduct":
+            return [f"{layer.inner_product_param.num_output} outputs"]
+        case "LRN":
+            return [f"size {layer.lrn_param.local_size}"]
+        case "Dropout":
+            return [f"ratio {layer.dropout_param.dropout_ratio:g}"]
+        case "Eltwise":
+            return [caffe_pb2.EltwiseParameter.EltwiseOp.Name(layer.eltwise_param.operation)]
+        case "Data" if layer.data_param.batch_size:
+            return [f"batch {layer.data_param.batch_size}"]
     return []
 
 
-def _of_convolution(param: caffe_pb2.ConvolutionParameter) -> list[str]:
-    """Return outputs, kernel, stride, padding, dilation and group that differ from their defaults."""
-    kernel = _pair(param.kernel_size, param.kernel_h, param.kernel_w, 1)
-    parts = [f"{param.num_output} outputs", f"{kernel}"]
-    stride = _pair(param.stride, param.stride_h, param.stride_w, 1)
-    pad = _pair(param.pad, param.pad_h, param.pad_w, 0)
-    dilation = _pair(param.dilation, 0, 0, 1)
-    parts += [f"stride {stride}"] if stride != "1x1" else []
-    parts += [f"pad {pad}"] if pad != "0x0" else []
-    parts += [f"dilation {dilation}"] if dilation != "1x1" else []
-    return [*parts, *([f"group {param.group}"] if param.group > 1 else [])]
+def _window(param: caffe_pb2.ConvolutionParameter | caffe_pb2.PoolingParameter) -> list[str]:
+    """Return the kernel, and stride, padding and dilation that differ from their defaults, as `stride 2x2`."""
+    parts = [_pair(param, "kernel", param.kernel_size, 1)]
+    for name, default in (("stride", 1), ("pad", 0), ("dilation", 1)):
+        size = _pair(param, name, getattr(param, name, ()), default)
+        parts += [f"{name} {size}"] if size != f"{default}x{default}" else []
+    return parts
 
 
-def _of_pooling(param: caffe_pb2.PoolingParameter) -> list[str]:
-    if param.global_pooling:
-        return ["global"]
-    stride = _pair([param.stride], param.stride_h, param.stride_w, 1)
-    pad = _pair([param.pad], param.pad_h, param.pad_w, 0)
-    parts = [_pair([param.kernel_size], param.kernel_h, param.kernel_w, 1)]
-    parts += [f"stride {stride}"] if stride != "1x1" else []
-    return parts + ([f"pad {pad}"] if pad != "0x0" else [])
-
-
-def _pair(sizes: Sequence[int], height: int, width: int, otherwise: int) -> str:
-    """Return `3x3` for a repeated field, or for the fields of height and width if one of them is set."""
+def _pair(param: Message, name: str, sizes: int | Sequence[int], default: int) -> str:
+    """Return `3x3` for the sizes of a field, or for the fields of height and width if one of them is set."""
+    height, width = (getattr(param, f"{name}_{side}", 0) for side in "hw")
     if height or width:
         return f"{height}x{width}"
-    given = list(sizes) or [otherwise]
+    given = [sizes] if isinstance(sizes, int) else list(sizes) or [default]
     return "x".join(map(str, given if len(given) > 1 else given * 2))
 
 
@@ -394,46 +307,12 @@ def render_net(
     upgrade_net(upgraded, net.name or "net")
     if not upgraded.layer:
         raise ConfigError("the net has no layers; give the prototxt of a net")
-    graph = make_graph(upgraded, phase, blob_shapes(upgraded, phase), rates)
-    text = dot_text(graph, rankdir).encode()
+    picture = _Picture(blob_shapes(upgraded, phase), rates, phase is None)
+    state = None if phase is None else net_state(phase, upgraded.state, net_state(phase))
+    for layer in (upgraded if state is None else filter_net(upgraded, state)).layer:
+        picture.add(layer)
+    text = picture.text(upgraded.name or "Net", rankdir).encode()
     return text if file_format in DOT_FORMATS else run_dot(text, file_format)
-
-
-def dot_text(graph: NetGraph, rankdir: str) -> str:
-    """Return the graph in the DOT language. Nodes are numbered; names appear in escaped labels only."""
-    lines = [
-        "digraph net {",
-        f"  graph [rankdir={rankdir}, label={_html(graph.name)}, labelloc=t, labeljust=l];",
-        '  node [shape=plain, fontname="Helvetica", fontsize=11];',
-        '  edge [fontname="Helvetica", fontsize=10, color="#606060"];',
-        *(f"  n{index} [{_node(box)}];" for index, box in enumerate(graph.boxes)),
-        *_edges(graph),
-        "}",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _edges(graph: NetGraph) -> Iterator[str]:
-    for edge in graph.edges:
-        label = f" [label={_html(edge.label)}]" if edge.label else ""
-        yield f"  n{edge.source} -> n{edge.target}{label};"
-
-
-def _node(box: Box) -> str:
-    if box.is_blob:
-        lines = "<BR/>".join(escape(line) for line in box.rows[0].lines)
-        return f'label=<{lines}>, shape=octagon, style=filled, fillcolor="{box.rows[0].colour}"'
-    rows = "".join(f'<TR><TD BGCOLOR="{row.colour}">{_lines(row.lines)}</TD></TR>' for row in box.rows)
-    return f'label=<<TABLE BORDER="0" CELLBORDER="1" CELLSPACING="0" CELLPADDING="4">{rows}</TABLE>>'
-
-
-def _lines(lines: tuple[str, ...]) -> str:
-    name, *rest = (escape(line) for line in lines)
-    return "<BR/>".join([f"<B>{name}</B>" if name else "", *rest])
-
-
-def _html(text: str) -> str:
-    return f"<{escape(text)}>" if text else '""'
 
 
 def run_dot(text: bytes, file_format: str) -> bytes:

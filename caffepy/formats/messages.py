@@ -102,12 +102,12 @@ def wire_fields(view: IndexableBytes, begin: int, end: int) -> Iterator[WireFiel
     at = begin
     while at < end:
         start = at
-        tag, content = _varint(view, at, end)
+        tag, content = read_varint(view, at, end)
         kind = tag & 7
         if kind == VARINT:
-            _, at = _varint(view, content, end)
+            _, at = read_varint(view, content, end)
         elif kind == DELIMITED:
-            size, content = _varint(view, content, end)
+            size, content = read_varint(view, content, end)
             at = content + size
         elif kind in _FIXED:
             at = content + _FIXED[kind]
@@ -118,7 +118,7 @@ def wire_fields(view: IndexableBytes, begin: int, end: int) -> Iterator[WireFiel
         yield WireField(tag >> 3, kind, start, content, at)
 
 
-def _varint(view: IndexableBytes, at: int, end: int) -> tuple[int, int]:
+def read_varint(view: IndexableBytes, at: int, end: int) -> tuple[int, int]:
     """Return a varint and its end."""
     number = 0
     for shift in range(0, 64, 7):
@@ -128,7 +128,7 @@ def _varint(view: IndexableBytes, at: int, end: int) -> tuple[int, int]:
         number, at = number | (byte & 127) << shift, at + 1
         if byte < 128:
             return number, at
-    raise WireError
+    raise WireError("unterminated varint")
 
 
 def describe_content(data: bytes) -> str:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
 from caffepy.errors import ConfigError, DataError
 from caffepy.infer.images import Floats, InputImage, Steps
-from caffepy.infer.input_transform import ImagePreparation
 from caffepy.infer.model import load
 
 logger = logging.getLogger(__name__)
@@ -43,11 +41,10 @@ class ImageModel:
         threads: int | None = None,
         engine: str | None = None,
     ) -> None:
-        self._model = load(net, weights, device, threads=threads, math="fp32", engine=engine)
-        self.net = self._model.net
-        if not weights and self.net.parameters.parameters:
+        self.model = load(net, weights, device, threads=threads, math="fp32", engine=engine)
+        if not weights and self.model.net.parameters.parameters:
             logger.warning("%s: no weights are given; the parameters are filled, mostly at random; give --weights", net)
-        inputs = self._model.inputs
+        inputs = self.model.inputs
         shapes = list(inputs.values())
         if len(shapes) != 1 or len(shapes[0]) != 4:
             self._close()
@@ -62,37 +59,16 @@ class ImageModel:
     def __enter__(self) -> ImageModel:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._close()
 
     def _close(self) -> None:
-        self._model.close()
-        self._model.backend.close()
-
-    @property
-    def layer_types(self) -> set[str]:
-        """The net's layer types."""
-        return {layer.type for layer in self.net.layers}
-
-    @property
-    def prepares_images(self) -> bool:
-        """Whether the Input layer says how images become its values."""
-        return self._model.prepares_images
-
-    def preparation(self) -> ImagePreparation | None:
-        """Return the preparation that the fields of the Input layer give; None: it has no such fields.
-
-        Raises:
-            ConfigError: the fields contradict each other or the input.
-            DataError: the mean cannot be read.
-        """
-        return self._model.preparation()
+        self.model.close()
+        self.model.backend.close()
 
     def run(self, images: Floats) -> Floats:
         """Return the net's first output for a batch (N, C, H, W)."""
-        return np.asarray(self._model(images)[self._model.outputs[0]], np.float32)
+        return np.asarray(self.model(images)[self.model.outputs[0]], np.float32)
 
 
 def classify(

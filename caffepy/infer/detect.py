@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.data.datum import opencv
+from caffepy.data.images import encode, opencv
 from caffepy.errors import ConfigError, DataError
 from caffepy.formats.proto import caffe_pb2
 from caffepy.formats.prototxt import decode_text, parse_text
 from caffepy.infer.classify import ImageModel
 from caffepy.infer.images import Floats, Steps
-from caffepy.utils.files import atomic_write, read_regular
+from caffepy.utils.files import atomic_write, read_data
 
 _COLUMNS = 7
 _MAX_BYTES = 1 << 24
@@ -69,7 +69,7 @@ def detect(
     Raises:
         ConfigError: the net has no DetectionOutput.
     """
-    if "DetectionOutput" not in model.layer_types:
+    if all(layer.type != "DetectionOutput" for layer in model.model.net.layers):
         raise ConfigError("the net has no DetectionOutput layer; 'caffepy detect' needs the deploy net of an SSD")
     rows = model.run(steps.values(pixels)).reshape(-1, _COLUMNS)
     scale = np.array([pixels.shape[1], pixels.shape[0]] * 2, np.float32)
@@ -87,10 +87,7 @@ def read_label_names(path: Path) -> dict[int, str]:
         DataError: the file cannot be read.
         ConfigError: the file is not a LabelMap.
     """
-    try:
-        text = decode_text(read_regular(path, _MAX_BYTES), str(path))
-    except OSError as error:
-        raise DataError(f"label map '{path}' cannot be read: {error.strerror}") from error
+    text = decode_text(read_data(path, _MAX_BYTES, f"label map '{path}'"), str(path))
     labels = parse_text(text, caffe_pb2.LabelMap(), str(path))
     return {item.label: item.display_name or item.name for item in labels.item}
 
@@ -109,13 +106,11 @@ def draw_boxes(image: Floats, boxes: Sequence[Box], path: Path) -> None:
     for box in reversed(boxes):
         _draw_box(cv2, canvas, box, thickness)
     try:
-        done, data = cv2.imencode(path.suffix or ".png", canvas)
-    except cv2.error:
-        done, data = False, None
-    if not done:
-        raise ConfigError(f"'{path}': the suffix must be .png or .jpg")
+        content = encode(canvas, path.suffix or ".png")
+    except DataError as error:
+        raise ConfigError(f"'{path}': the suffix must be .png or .jpg") from error
     with atomic_write(path) as file:
-        file.write(data.tobytes())
+        file.write(content)
 
 
 def _draw_box(cv2: Any, canvas: Any, box: Box, thickness: int) -> None:

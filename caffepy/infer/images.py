@@ -7,25 +7,24 @@ without the anti-aliasing of newer versions.
 
 from __future__ import annotations
 
-import math
 import os
 import re
-import tokenize
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from tokenize import TokenError
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.datum import is_png, opencv, sanitize_png
+from caffepy.data.images import decode, read_file
 from caffepy.data.mean import read_mean
 from caffepy.data.sources.image_list import list_lines
 from caffepy.errors import ConfigError, DataError, UserError
 from caffepy.infer.input_transform import ImagePreparation, warn_about_small_crop
-from caffepy.utils.files import open_regular, read_regular
+from caffepy.utils.files import open_regular
 from caffepy.utils.installation import MissingExtraError
 
 Floats = NDArray[Any]
@@ -51,7 +50,10 @@ def load_image(filename: str | Path, color: bool = True) -> NDArray[np.float32]:
     Raises:
         DataError: the file cannot be read or decoded.
     """
-    pixels = _decode(filename)
+    try:
+        pixels = decode(read_file(filename))
+    except DataError as error:
+        raise DataError(f"image '{filename}' {error}") from error
     image = pixels / np.iinfo(pixels.dtype).max if pixels.dtype.kind == "u" else pixels.astype(float)
     if image.ndim == 2:
         image = image[:, :, np.newaxis]
@@ -60,24 +62,6 @@ def load_image(filename: str | Path, color: bool = True) -> NDArray[np.float32]:
     if color:
         image = np.tile(image, (1, 1, 3)) if image.shape[2] == 1 else image[:, :, 2::-1]
     return np.ascontiguousarray(image, dtype=np.float32)
-
-
-def _decode(filename: str | Path) -> NDArray[Any]:
-    """Decode an image file with OpenCV to (H, W) or (H, W, K) in BGR(A) order."""
-    cv2 = opencv()
-    try:
-        data: bytes | memoryview = read_regular(filename, _MAX_BYTES)
-        data = sanitize_png(data) if is_png(data) else data
-        pixels = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED) if data else None
-    except OSError as error:
-        raise DataError(f"image '{filename}' cannot be read: {error.strerror}") from error
-    except DataError as error:
-        raise DataError(f"image '{filename}' {error}") from error
-    except (cv2.error, MemoryError) as error:
-        raise DataError(f"image '{filename}' cannot be decoded ({' '.join(str(error).split())})") from error
-    if pixels is None:
-        raise DataError(f"image '{filename}' cannot be decoded: it is damaged, or OpenCV does not support its format")
-    return np.asarray(pixels)
 
 
 def _gray(image: Floats) -> Floats:
@@ -533,6 +517,10 @@ def _array_images(path: Path) -> list[InputImage]:
     return [InputImage(f"{path}[{index}]", np.asarray(image, np.float32)) for index, image in enumerate(array)]
 
 
+_DAMAGED = (ArithmeticError, LookupError, MemoryError, RecursionError, SyntaxError, TokenError, TypeError, ValueError)
+"""Errors of NumPy's reader and of Python's parser on damaged headers."""
+
+
 def read_array(path: Path) -> NDArray[np.float32]:
     """Return the array of an .npy file.
 
@@ -542,39 +530,17 @@ def read_array(path: Path) -> NDArray[np.float32]:
         DataError: the file cannot be read or is not a numeric .npy file.
     """
     try:
-        with open_regular(path) as file:
-            shape, by_columns, dtype = _npy_header(file)
-            count = math.prod(shape)
-            stored = os.fstat(file.fileno()).st_size - file.tell()
-            if dtype.kind not in "biuf":
-                raise ValueError(f"it holds {dtype}")
-            if count * dtype.itemsize > stored:
-                raise ValueError(f"it is too short for its shape {shape}")
-            flat = np.frombuffer(file.read(count * dtype.itemsize), dtype, count)
-            with np.errstate(over="ignore"):
-                array = np.asarray(flat.reshape(shape[::-1]).T if by_columns else flat.reshape(shape), np.float32)
-            return array if array.flags.writeable else array.copy()
+        open_regular(path).close()
+        with warnings.catch_warnings(), np.errstate(over="ignore"):
+            warnings.simplefilter("ignore")  # warnings of Python's parser on the header
+            stored = np.lib.format.open_memmap(path, mode="r")
+            if stored.dtype.kind not in "biuf":
+                raise ValueError(f"it holds {stored.dtype}")
+            return np.array(stored, np.float32)
     except OSError as error:
         raise DataError(f"'{path}' cannot be read: {error.strerror or error}") from error
-    except (ValueError, TypeError, MemoryError) as error:
-        raise DataError(f"'{path}' is not a numeric .npy file: {error}") from error
-
-
-def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Return shape, Fortran order and dtype from the header of an .npy file."""
-    version = np.lib.format.read_magic(file)
-    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
-    if read is None:
-        raise ValueError(f"its version is {version[0]}.{version[1]}")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings of Python's parser on the header
-            shape, by_columns, dtype = read(file)
-    except (ArithmeticError, LookupError, RecursionError, SyntaxError, tokenize.TokenError) as error:
-        raise ValueError("its header is damaged") from error
-    if min(shape, default=0) < 0:
-        raise ValueError(f"its shape is {shape}")
-    return shape, by_columns, dtype
+    except _DAMAGED as error:
+        raise DataError(f"'{path}' is not a numeric .npy file: {' '.join(str(error).split())}") from error
 
 
 def read_any_mean(text: str) -> NDArray[np.float32] | None:

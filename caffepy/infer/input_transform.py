@@ -16,13 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.datum import as_channels_first, decode_image, opencv, resize_image
+from caffepy.data.images import as_channels_first, opencv, read_image, resize_image
 from caffepy.data.random import SampleRng
-from caffepy.data.sources.image_list import MAX_IMAGE_BYTES
-from caffepy.data.transform import CropParams, DataTransformer
+from caffepy.data.transform import CropParams, DataTransformer, both_sides
 from caffepy.errors import ConfigError, DataError
 from caffepy.formats.proto import caffe_pb2
-from caffepy.utils.files import read_regular
 
 logger = logging.getLogger(__name__)
 
@@ -86,10 +84,8 @@ class ImagePreparation:
         self._size = self._size_before_crop(layer.image_data_param, shape[2:])
 
     def _size_before_crop(self, images: caffe_pb2.ImageDataParameter, size: Sequence[int]) -> tuple[int, int] | None:
-        if bool(images.new_height) != bool(images.new_width):
-            raise ConfigError(f"{self._where}: new_height and new_width must be set together")
-        if images.new_height:
-            return images.new_height, images.new_width
+        if new := both_sides(images.new_height, images.new_width, self._where):
+            return new
         if self._transformer.preprocesses:
             return None
         if self._transformer.mean_size != (0, 0):
@@ -112,11 +108,7 @@ class ImagePreparation:
             DataError: the file cannot be read or decoded.
         """
         try:
-            content = read_regular(Path(path), MAX_IMAGE_BYTES)
-        except OSError as error:
-            raise DataError(f"image '{path}' cannot be read: {error.strerror}") from error
-        try:
-            image = decode_image(content, self._channels == 3, self._channels == 1)
+            image = read_image(Path(path), self._channels == 3, self._channels == 1)
         except DataError as error:
             raise DataError(f"image '{path}' {error}") from error
         return np.asarray(image.transpose(1, 2, 0)[:, :, ::-1])

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from caffepy.errors import DataError, spreadsheet_text
 from caffepy.infer.classify import ImageModel
 from caffepy.infer.images import INPUT, ArrayError, Floats, ImageOptions, Transformer, load_image, resize_image
-from caffepy.utils.files import atomic_write, read_regular
+from caffepy.utils.files import atomic_write, read_data
 
 EDGES = ("ymin", "xmin", "ymax", "xmax")
 """A window's edges in order; the last row and column are exclusive."""
@@ -48,10 +48,7 @@ def read_windows(path: Path) -> list[Window]:
     Raises:
         DataError: the file cannot be read, a column is missing, or a value is not a number.
     """
-    try:
-        text = read_regular(path, _MAX_BYTES).decode("utf-8-sig", "surrogateescape")
-    except OSError as error:
-        raise DataError(f"windows '{path}' cannot be read: {error.strerror}") from error
+    text = read_data(path, _MAX_BYTES, f"windows '{path}'").decode("utf-8-sig", "surrogateescape")
     rows = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True)
     try:
         missing = [name for name in ("filename", *EDGES) if name not in (rows.fieldnames or ())]

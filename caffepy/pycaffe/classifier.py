@@ -15,17 +15,29 @@ from caffepy.infer.images import oversample as ten_crops
 from caffepy.pycaffe.net import Net
 
 
-class Classifier(Net):
-    """A net that classifies images by the centre crop or by the average over ten crops.
+class ImageNet(Net):
+    """A net of images (H, W, K), the base of Classifier and Detector.
 
     Args:
         model_file: the deploy prototxt.
         pretrained_file: the weights; None: filled parameters.
-        image_dims: height and width of images before cropping; None: the net's input size.
         mean: as `io.Transformer.set_mean`.
         input_scale: as `io.Transformer.set_input_scale`.
         raw_scale: as `io.Transformer.set_raw_scale`.
         channel_swap: as `io.Transformer.set_channel_swap`.
+    """
+
+    def __init__(self, model_file: str | Path, pretrained_file: str | Path | None, **options: Any) -> None:
+        super().__init__(model_file, TEST, weights=pretrained_file)
+        self.transformer = configured_transformer(self.inputs[0], self.blobs[self.inputs[0]].data.shape, options)
+
+
+class Classifier(ImageNet):
+    """A net that classifies images by the centre crop or by the average over ten crops.
+
+    Args:
+        image_dims: height and width of images before cropping; None: the net's input size.
+        model_file, pretrained_file, mean, input_scale, raw_scale, channel_swap: as in `ImageNet`.
     """
 
     def __init__(
@@ -38,12 +50,9 @@ class Classifier(Net):
         raw_scale: float | None = None,
         channel_swap: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(model_file, TEST, weights=pretrained_file)
-        in_ = self.inputs[0]
-        shape = self.blobs[in_].data.shape
         options = {"mean": mean, "input_scale": input_scale, "raw_scale": raw_scale, "channel_swap": channel_swap}
-        self.transformer = configured_transformer(in_, shape, options)
-        self.crop_dims = np.array(shape[2:])
+        super().__init__(model_file, pretrained_file, **options)
+        self.crop_dims = np.array(self.blobs[self.inputs[0]].data.shape[2:])
         self.image_dims: Sequence[int] = self.crop_dims.tolist() if image_dims is None else image_dims
 
     def predict(self, inputs: Sequence[NDArray[Any]], oversample: bool = True) -> NDArray[Any]:

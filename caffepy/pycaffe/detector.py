@@ -14,25 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.errors import UserError
-from caffepy.formats.proto.caffe_pb2 import TEST
-from caffepy.infer.images import configured_transformer
 from caffepy.infer.windows import check_context_pad, crop_mean, crop_window
 from caffepy.pycaffe import io
-from caffepy.pycaffe.net import Net
+from caffepy.pycaffe.classifier import ImageNet
 
 _SELECTIVE_SEARCH = "selective_search_ijcv_with_python"
 
 
-class Detector(Net):
+class Detector(ImageNet):
     """A net that classifies windows of images, each resized to the net's input.
 
     Args:
-        model_file: the deploy prototxt.
-        pretrained_file: the weights; None: filled parameters.
-        mean: as `io.Transformer.set_mean`.
-        input_scale: as `io.Transformer.set_input_scale`.
-        raw_scale: as `io.Transformer.set_raw_scale`.
-        channel_swap: as `io.Transformer.set_channel_swap`.
+        model_file, pretrained_file, mean, input_scale, raw_scale, channel_swap: as in `ImageNet`.
         context_pad: width in input pixels of the border that shows the window's surroundings, filled with the mean
             outside the image. The input must be square.
     """
@@ -47,10 +40,8 @@ class Detector(Net):
         channel_swap: Sequence[int] | None = None,
         context_pad: int | None = None,
     ) -> None:
-        super().__init__(model_file, TEST, weights=pretrained_file)
-        in_ = self.inputs[0]
         options = {"mean": mean, "input_scale": input_scale, "raw_scale": raw_scale, "channel_swap": channel_swap}
-        self.transformer = configured_transformer(in_, self.blobs[in_].data.shape, options)
+        super().__init__(model_file, pretrained_file, **options)
         self.configure_crop(context_pad)
 
     def configure_crop(self, context_pad: int | None) -> None:

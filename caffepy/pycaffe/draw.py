@@ -5,25 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from caffepy.export.drawing import draw_net as _draw_file
-from caffepy.export.drawing import render_net
+from caffepy.export import drawing
+from caffepy.export.drawing import (
+    BLOB_COLOUR,
+    COLOURS,
+    DOT_FORMATS,
+    LAYER_COLOUR,
+    LEARNING,
+    NEURON_COLOUR,
+    colour,
+    render_net,
+)
 from caffepy.formats.load import filter_net, net_state
 from caffepy.formats.proto import caffe_pb2
 from caffepy.formats.proto.caffe_pb2 import LayerParameter, NetParameter
 
-LAYER_STYLE_DEFAULT = {"shape": "record", "fillcolor": "#6495ED", "style": "filled"}
-NEURON_LAYER_STYLE = {"shape": "record", "fillcolor": "#90EE90", "style": "filled"}
-BLOB_STYLE = {"shape": "octagon", "fillcolor": "#E0E0E0", "style": "filled"}
-
-_COLOURS = {
-    "Convolution": "#FF5050",
-    "Deconvolution": "#FF5050",
-    "Pooling": "#FF9900",
-    "InnerProduct": "#CC33FF",
-}
-_LEARNING = ("Convolution", "Deconvolution", "InnerProduct")
-_NOTHING = '""'
-"""An empty text in Graphviz's language."""
+LAYER_STYLE_DEFAULT = {"shape": "record", "fillcolor": LAYER_COLOUR, "style": "filled"}
+NEURON_LAYER_STYLE = {"shape": "record", "fillcolor": NEURON_COLOUR, "style": "filled"}
+BLOB_STYLE = {"shape": "octagon", "fillcolor": BLOB_COLOUR, "style": "filled"}
 
 
 def get_pooling_types_dict() -> dict[int, str]:
@@ -37,7 +36,7 @@ def get_edge_label(layer: LayerParameter) -> str:
         return f"Batch {layer.data_param.batch_size}"
     if layer.type in ("Convolution", "Deconvolution"):
         return str(layer.convolution_param.num_output)
-    return str(layer.inner_product_param.num_output) if layer.type == "InnerProduct" else _NOTHING
+    return str(layer.inner_product_param.num_output) if layer.type == "InnerProduct" else '""'
 
 
 def get_layer_lr_mult(layer: LayerParameter) -> tuple[float, float]:
@@ -46,7 +45,7 @@ def get_layer_lr_mult(layer: LayerParameter) -> tuple[float, float]:
     Raises:
         ValueError: the layer is not a Convolution, Deconvolution or InnerProduct, or has more than two multipliers.
     """
-    if layer.type not in _LEARNING:
+    if layer.type not in LEARNING:
         raise ValueError(f"{layer.type} layers do not have a learning rate multiplier")
     if len(layer.param) > 2:
         raise ValueError(f"Could not parse the learning rate multiplier: layer '{layer.name}' has more than two")
@@ -63,7 +62,7 @@ def get_layer_label(layer: LayerParameter, rankdir: str, display_lrm: bool = Fal
     if kind == "Pooling":
         kind = f"{kind} {get_pooling_types_dict()[layer.pooling_param.pool]}"
     lines = [layer.name, f"({kind})", *_window(layer)]
-    if display_lrm and layer.type in _LEARNING and any(multipliers := get_layer_lr_mult(layer)):
+    if display_lrm and layer.type in LEARNING and any(multipliers := get_layer_lr_mult(layer)):
         lines.append(f"lr mult: {multipliers[0]:.1f}, {multipliers[1]:.1f}")
     return '"' + (" " if rankdir in ("TB", "BT") else r"\n").join(lines) + '"'
 
@@ -83,14 +82,14 @@ def _window(layer: LayerParameter) -> Iterator[str]:
 
 def choose_color_by_layertype(layertype: str) -> str:
     """Return the colour of a layer's box."""
-    return _COLOURS.get(layertype, LAYER_STYLE_DEFAULT["fillcolor"])
+    return COLOURS.get(layertype, LAYER_COLOUR)
 
 
 class NetGraph:
     """A net's graph, with the pydot methods that scripts use.
 
     Args:
-        net: the net.
+        caffe_net: the net.
         rankdir: LR, RL, TB or BT.
         label_edges: whether edges of the text output have labels; drawings label edges with blob names.
         phase: caffe_pb2.TRAIN or TEST, None: all layers.
@@ -98,9 +97,14 @@ class NetGraph:
     """
 
     def __init__(
-        self, net: NetParameter, rankdir: str, label_edges: bool, phase: int | None, display_lrm: bool
+        self,
+        caffe_net: NetParameter,
+        rankdir: str,
+        label_edges: bool = True,
+        phase: int | None = None,
+        display_lrm: bool = False,
     ) -> None:
-        self._net = net
+        self._net = caffe_net
         self._rankdir = rankdir
         self._label_edges = label_edges
         self._phase = phase
@@ -118,13 +122,11 @@ class NetGraph:
         return "\n".join(lines) + "\n"
 
     def _add(self, layer: LayerParameter, nodes: dict[str, None], edges: list[str]) -> None:
-        in_place = len(layer.bottom) == len(layer.top) == 1 and layer.bottom[0] == layer.top[0]
-        colour = NEURON_LAYER_STYLE["fillcolor"] if in_place else choose_color_by_layertype(layer.type)
         label = _quoted(get_layer_label(layer, self._rankdir, self._display_lrm)[1:-1]).replace(r"\\n", r"\n")
         name = _quoted(f"{layer.name}_{layer.type}")
-        nodes[f'{name} [label={label}, shape=record, fillcolor="{colour}", style=filled];'] = None
+        nodes[f'{name} [label={label}, shape=record, fillcolor="{colour(layer)}", style=filled];'] = None
         for blob in (*layer.bottom, *layer.top):
-            text = f'[label={_quoted(blob)}, shape=octagon, fillcolor="{BLOB_STYLE["fillcolor"]}", style=filled];'
+            text = f'[label={_quoted(blob)}, shape=octagon, fillcolor="{BLOB_COLOUR}", style=filled];'
             nodes[f"{_quoted(f'{blob}_blob')} {text}"] = None
         made = get_edge_label(layer).strip('"') if self._label_edges else ""
         edges.extend(f"{_quoted(f'{blob}_blob')} -> {name};" for blob in layer.bottom)
@@ -137,7 +139,7 @@ class NetGraph:
             ConfigError: the format or rankdir is unknown, or Graphviz is not installed.
             RunError: Graphviz fails.
         """
-        if format in ("raw", "dot", "gv"):
+        if format in DOT_FORMATS:
             return self.to_string().encode()
         return render_net(self._net, format, self._rankdir, self._phase, rates=self._display_lrm)
 
@@ -152,15 +154,8 @@ def _quoted(text: str) -> str:
     return f'"{escaped}"'
 
 
-def get_pydot_graph(
-    caffe_net: NetParameter,
-    rankdir: str,
-    label_edges: bool = True,
-    phase: int | None = None,
-    display_lrm: bool = False,
-) -> NetGraph:
-    """Return a net's graph as an object with pydot's methods. Arguments as in `NetGraph`."""
-    return NetGraph(caffe_net, rankdir, label_edges, phase, display_lrm)
+get_pydot_graph = NetGraph
+"""Caffe's name."""
 
 
 def draw_net(
@@ -190,4 +185,4 @@ def draw_net_to_file(
     display_lrm: bool = False,
 ) -> None:
     """Draw a net to a file; its suffix selects the format. Arguments and errors as in `draw_net`."""
-    _draw_file(caffe_net, filename, rankdir, phase, rates=display_lrm)
+    drawing.draw_net(caffe_net, filename, rankdir, phase, rates=display_lrm)

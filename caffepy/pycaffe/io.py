@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.datum import decode_image
+from caffepy.data.images import decode_image
 from caffepy.formats.proto import caffe_pb2
 from caffepy.formats.proto.caffe_pb2 import BlobProto, Datum
 from caffepy.infer.images import ArrayError as ArrayError

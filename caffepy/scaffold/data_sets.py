@@ -52,10 +52,7 @@ def read_classes(path: Path) -> list[str]:
     Raises:
         DataError: the file cannot be read, names no class, or names one twice.
     """
-    try:
-        lines = read_list(path, _MAX_LIST_BYTES).split("\n")
-    except OSError as error:
-        raise DataError(f"--classes {path}: cannot be read: {error.strerror}") from error
+    lines = read_list(path, _MAX_LIST_BYTES, f"--classes {path}:").split("\n")
     names = [line.strip() for line in lines if line.strip()]
     if not names:
         raise DataError(f"--classes {path}: names no class; write one per line")
@@ -169,10 +166,7 @@ def voc_data_set(folder: Path, classes: list[str] | None, share: float, seed: in
 
 
 def _list_of_stems(path: Path) -> list[str]:
-    try:
-        lines = read_list(path, _MAX_LIST_BYTES).split("\n")
-    except OSError as error:
-        raise DataError(f"'{path}' cannot be read: {error.strerror}") from error
+    lines = read_list(path, _MAX_LIST_BYTES, f"'{path}'").split("\n")
     return [line.split()[0] for line in lines if line.split()]
 
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from caffepy.errors import CaffepyError, ConfigError, RunError, UserError
+from caffepy.errors import CaffepyError, ConfigError, DataError, RunError, UserError
 
 _STARTED = time.time()
 """About when this process began; older temporary files are another process's."""
@@ -114,13 +114,25 @@ def read_input(path: Path | str, kind: str, error_type: type[CaffepyError], most
         raise error_type(f"{path}: cannot read the {kind}: {error.strerror}{hint}") from None
 
 
-def read_list(path: Path | str, most: int) -> str:
+def read_data(path: Path | str, most: int, name: str = "", advice: str = "") -> bytes:
+    """The bytes of a regular file of data; `most` as in `read_regular`.
+
+    Raises:
+        DataError: it cannot be read; the message begins with `name` and ends with `advice`.
+    """
+    try:
+        return read_regular(path, most)
+    except OSError as error:
+        raise DataError(f"{name} cannot be read: {error.strerror}{advice}".lstrip()) from error
+
+
+def read_list(path: Path | str, most: int, name: str) -> str:
     """Return the text of a list of files without its byte order mark; file names may hold any bytes.
 
     Raises:
-        OSError: as `read_regular`.
+        DataError: as `read_data`.
     """
-    return os.fsdecode(read_regular(path, most).removeprefix(codecs.BOM_UTF8))
+    return os.fsdecode(read_data(path, most, name).removeprefix(codecs.BOM_UTF8))
 
 
 def working_folder() -> str:

@@ -16,7 +16,8 @@ from fuzz.target import BinaryTarget, TextTarget, reads
 from caffepy.backend.types import ImageSlot
 from caffepy.data.conversion.annotation_sets import READERS, read_boxes
 from caffepy.data.conversion.mnist_cifar import parse_images, parse_labels
-from caffepy.data.datum import datum_shape, decode_image, parse_datum
+from caffepy.data.datum import datum_shape, parse_datum
+from caffepy.data.images import decode_image
 from caffepy.data.loader import DatumLoader
 from caffepy.data.mean import read_blob, read_mean
 from caffepy.data.prefetch import Batch

@@ -36,14 +36,14 @@ from caffepy.data.conversion.image_sets import (
     read_image_record,
     root_prefix,
 )
-from caffepy.data.datum import single_threaded_opencv
+from caffepy.data.images import single_threaded_opencv
 from caffepy.data.sources.image_list import labelled_lines, list_lines
 from caffepy.data.workers import Progress, ordered_map
 from caffepy.errors import ConfigError, DataError
 from caffepy.formats.messages import field_header
 from caffepy.formats.proto import caffe_pb2
 from caffepy.formats.prototxt import decode_text, parse_text
-from caffepy.utils.files import atomic_write, read_regular
+from caffepy.utils.files import atomic_write, read_data
 from caffepy.utils.registry import suggest
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def read_label_map(path: Path, unique: bool = False) -> dict[str, int]:
         ConfigError: the file is not a LabelMap.
         DataError: the file cannot be read, is empty, or has a duplicate name.
     """
-    text = decode_text(_read(path), str(path))
+    text = decode_text(read_data(path, _MAX_BYTES, f"'{path}'"), str(path))
     labels: dict[str, int] = {}
     for item in parse_text(text, caffe_pb2.LabelMap(), str(path)).item:
         if unique and item.name in labels:
@@ -101,7 +101,7 @@ def create_label_map(source: Path, target: Path, delimiters: str = " ", backgrou
     result = caffe_pb2.LabelMap()
     if background:
         result.item.add(name="none_of_the_above", label=0, display_name="background")
-    lines = decode_text(_read(source), str(source)).splitlines()
+    lines = decode_text(read_data(source, _MAX_BYTES, f"'{source}'"), str(source)).splitlines()
     fields = {n: re.split(f"[{re.escape(delimiters)}]", line) for n, line in enumerate(lines, 1) if line.strip()}
     for number, parts in fields.items():
         first = next(iter(fields.values()))
@@ -121,13 +121,6 @@ def _label(text: str, where: str) -> int:
     if not re.fullmatch(r"[-+]?[0-9]{1,10}", text.strip()) or int(text) not in _LABELS:
         raise DataError(f"{where}: '{text[:40]}' is not a label; the second field is an integer")
     return int(text)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return read_regular(path, _MAX_BYTES)
-    except OSError as error:
-        raise DataError(f"'{os.fspath(path)}' cannot be read: {error.strerror}") from error
 
 
 # -- reading a file ------------------------------------------------------------------------------------
@@ -272,10 +265,7 @@ def read_boxes(
     Raises:
         DataError: the file cannot be read, is not of this kind, or names a class without a label.
     """
-    try:
-        content = read_regular(Path(path), _MAX_BYTES)
-    except OSError as error:
-        raise DataError(f"'{path}' cannot be read: {error.strerror}") from error
+    content = read_data(Path(path), _MAX_BYTES, f"'{path}'")
     READERS[kind](content, image, BoxWriter(record, path, labels, check))
 
 
@@ -340,10 +330,7 @@ def voc_class_names(path: Path) -> set[str]:
     Raises:
         DataError: the file cannot be read or is not XML.
     """
-    try:
-        root = _parse_xml(read_regular(path, _MAX_BYTES), str(path))
-    except OSError as error:
-        raise DataError(f"'{path}' cannot be read: {error.strerror}") from error
+    root = _parse_xml(read_data(path, _MAX_BYTES, f"'{path}'"), str(path))
     return {name.strip() for item in root.findall("object") if (name := item.findtext("name", "")).strip()}
 
 

@@ -17,14 +17,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.backend.cpu.jit.deferred import cpu_count
-from caffepy.data.datum import MAX_PIXELS, decode_image, opencv, single_threaded_opencv
+from caffepy.data.images import (
+    MAX_PIXELS,
+    decode_image,
+    encode,
+    opencv,
+    read_file,
+    resize,
+    scaled,
+    sides,
+    single_threaded_opencv,
+)
 from caffepy.data.sources.databases import RecordWriter, check_overwrite, open_writer, record_key
-from caffepy.data.sources.image_list import MAX_IMAGE_BYTES, labelled_lines
+from caffepy.data.sources.image_list import labelled_lines
 from caffepy.data.workers import Progress, ordered_map
 from caffepy.errors import ConfigError, DataError
 from caffepy.formats.messages import field_header
 from caffepy.formats.proto import caffe_pb2
-from caffepy.utils.files import read_regular
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +137,9 @@ def read_image_record(path: str, label: int, options: ImageOptions, with_shape: 
         if not encoding:
             return ImageRecord(_raw_datum(pixels, shape, label), shape, original.shape[:2])
         unchanged = not options.resizes and _extension(path) in (encoding, {"jpg": "jpeg"}.get(encoding))
-        datum = caffe_pb2.Datum(data=content if unchanged else _encode(pixels, encoding), label=label, encoded=True)
+        datum = caffe_pb2.Datum(
+            data=content if unchanged else encode(pixels, f".{encoding}"), label=label, encoded=True
+        )
     except DataError as error:
         raise UnreadableImageError(str(error)) from error
     if with_shape:
@@ -149,10 +160,8 @@ def image_size(path: str) -> tuple[int, int]:
 def _read_pixels(path: str, gray: bool) -> tuple[bytes, Pixels]:
     """Return a file's bytes and its image."""
     try:
-        content = read_regular(path, MAX_IMAGE_BYTES)
+        content = read_file(path)
         image = decode_image(content, force_color=not gray, force_gray=gray)
-    except OSError as error:
-        raise UnreadableImageError(f"cannot be read: {error.strerror}") from error
     except DataError as error:
         raise UnreadableImageError(str(error)) from error
     return content, image[0] if gray else image.transpose(1, 2, 0)
@@ -168,8 +177,10 @@ def _resized(image: Pixels, options: ImageOptions) -> Pixels:
             return image
         if image.shape[0] * image.shape[1] * scale * scale > MAX_PIXELS:
             raise DataError(f"would have more than {MAX_PIXELS} pixels with min_dim {options.min_dim}; give max_dim")
-        return _opencv_resize(image, None, scale)
-    return _opencv_resize(image, (options.resize_width, options.resize_height), 0)
+        resized = scaled(image, scale)
+    else:
+        resized = resize(image, options.resize_height, options.resize_width, ipp=True)
+    return resized[:, :, 0] if image.ndim == 2 else resized
 
 
 def _scale(smaller: int, larger: int, options: ImageOptions) -> float:
@@ -180,15 +191,6 @@ def _scale(smaller: int, larger: int, options: ImageOptions) -> float:
     if 0 < options.max_dim < int(scale * np.float32(larger)):
         scale = np.float32(options.max_dim) / np.float32(larger)
     return float(scale)
-
-
-def _opencv_resize(image: Pixels, size: tuple[int, int] | None, scale: float) -> Pixels:
-    cv2 = opencv()
-    try:
-        resized: Pixels = cv2.resize(image, size, fx=scale, fy=scale)
-    except (cv2.error, MemoryError) as error:
-        raise DataError(f"cannot be resized ({' '.join(str(error).split())})") from error
-    return resized
 
 
 def _encoding(path: str, options: ImageOptions) -> str:
@@ -202,17 +204,6 @@ def _encoding(path: str, options: ImageOptions) -> str:
 
 def _extension(path: str) -> str:
     return PurePath(path).suffix[1:].lower()
-
-
-def _encode(pixels: Pixels, encoding: str) -> bytes:
-    cv2 = opencv()
-    try:
-        ok, data = cv2.imencode(f".{encoding}", pixels)
-    except cv2.error as error:
-        raise DataError(f"cannot be encoded as '{encoding}' ({' '.join(str(error).split())})") from error
-    if not ok:
-        raise DataError(f"cannot be encoded as '{encoding}'")
-    return bytes(data)
 
 
 def _raw_datum(pixels: Pixels, shape: tuple[int, int, int], label: int) -> memoryview:
@@ -399,8 +390,8 @@ def _write_all(
             first, size = entry.path, image.shape
         elif options.check_size and image.shape != size:
             raise DataError(
-                f"'{listing}':{entry.number}: '{entry.path}' is {_format(image.shape)}, but '{first}' is "
-                f"{_format(size)}; pass --resize_height and --resize_width, or omit --check_size"
+                f"'{listing}':{entry.number}: '{entry.path}' is {sides(image.shape)}, but '{first}' is "
+                f"{sides(size)}; pass --resize_height and --resize_width, or omit --check_size"
             )
         writer.put(record_key(index, entry.name), record)
     if writer.count == 0:
@@ -424,7 +415,3 @@ def _try_read(
         return entry, reader(entry)
     except UnreadableImageError as error:
         return entry, error
-
-
-def _format(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))

@@ -28,7 +28,7 @@ from caffepy.data.mean import compute_mean, write_mean
 from caffepy.data.sources.databases import LmdbSource, check_overwrite, record_key, write_datums
 from caffepy.errors import DataError, RunError
 from caffepy.formats.proto import caffe_pb2
-from caffepy.utils.files import check_output, open_regular, read_regular
+from caffepy.utils.files import check_output, open_regular, read_data
 
 logger = logging.getLogger(__name__)
 
@@ -273,32 +273,11 @@ _MAX_CLASSES = 128
 """Caffe's converter stores labels as C char."""
 
 
-def convert_digits(images_file: Path, labels_file: Path, target: Database) -> int:
+def convert_digits(images_file: Path, labels_file: Path, target: Database, pairs_seed: int | None = None) -> int:
     """Create a database from an idx file of images and one of labels, gzipped or not.
 
-    Returns:
-        The number of records.
-
-    Raises:
-        DataError: a file is not an idx file, the numbers of images and labels differ, or the database exists.
-        RunError: writing failed.
-    """
-    check_overwrite(target.path, target.force)
-    images, labels = _read_digits(images_file, labels_file)
-    return write_datums(target.path, digit_datums(images, labels), target.force, target.backend)
-
-
-def convert_digit_pairs(images_file: Path, labels_file: Path, target: Database, seed: int) -> int:
-    """Create a database of random pairs of images, as Caffe's `convert_mnist_siamese_data.cpp`.
-
-    A Datum has both images as its channels. Its label is 1 if the labels of the images are equal, else 0. There are as
-    many pairs as images.
-
-    Args:
-        images_file: an idx3 file, gzipped or not.
-        labels_file: an idx1 file, gzipped or not.
-        target: the database.
-        seed: of the pairs.
+    With `pairs_seed` of as many random pairs as there are images, as Caffe's `convert_mnist_siamese_data.cpp`: a Datum
+    has both images as its channels, and the label 1 if their labels are equal, else 0.
 
     Returns:
         The number of records.
@@ -309,8 +288,11 @@ def convert_digit_pairs(images_file: Path, labels_file: Path, target: Database, 
     """
     check_overwrite(target.path, target.force)
     images, labels = _read_digits(images_file, labels_file)
-    pairs = np.random.default_rng(seed).integers(len(images), size=(len(images), 2))
-    return write_datums(target.path, _pair_datums(images, labels, pairs), target.force, target.backend)
+    datums = digit_datums(images, labels)
+    if pairs_seed is not None:
+        pairs = np.random.default_rng(pairs_seed).integers(len(images), size=(len(images), 2))
+        datums = _pair_datums(images, labels, pairs)
+    return write_datums(target.path, datums, target.force, target.backend)
 
 
 def _pair_datums(
@@ -374,15 +356,11 @@ def convert_cifar(source: Path, target: Path, backend: str = "lmdb", force: bool
 
 def _read(path: Path) -> NDArray[np.uint8]:
     """Read the records of a file: (N, 1 + 3072)."""
-    try:
-        content = read_regular(path, _MAX_CIFAR_BYTES)
-    except OSError as error:
-        raise DataError(
-            f"'{os.fspath(path)}' cannot be read: {error.strerror}; pass the folder of CIFAR-10's binary version"
-        ) from error
+    advice = "; pass the folder of CIFAR-10's binary version"
+    content = read_data(path, _MAX_CIFAR_BYTES, f"'{path}'", advice)
     if not content or len(content) % _RECORD_BYTES:
         raise DataError(
-            f"'{os.fspath(path)}' has {len(content)} bytes, not a multiple of CIFAR-10's record size {_RECORD_BYTES}; "
+            f"'{path}' has {len(content)} bytes, not a multiple of CIFAR-10's record size {_RECORD_BYTES}; "
             "download it again"
         )
     return np.frombuffer(content, np.uint8).reshape(-1, _RECORD_BYTES)

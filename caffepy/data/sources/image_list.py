@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from caffepy.data.images import read_file
 from caffepy.data.sources.databases import hash_of
 from caffepy.errors import DataError
-from caffepy.utils.files import read_list, read_regular
+from caffepy.utils.files import read_list
 
 _MAX_LIST_BYTES = 1 << 30
-MAX_IMAGE_BYTES = 1 << 28
 _LABELS = range(-(2**31), 2**31)
 """Valid labels: C's int, as in Caffe."""
 
@@ -22,10 +22,7 @@ def list_lines(path: Path) -> Iterator[tuple[int, str]]:
     Raises:
         DataError: the list cannot be read, or a line has a NUL character.
     """
-    try:
-        lines = read_list(path, _MAX_LIST_BYTES).split("\n")
-    except OSError as error:
-        raise DataError(f"image list '{path}' cannot be read: {error.strerror}") from error
+    lines = read_list(path, _MAX_LIST_BYTES, f"image list '{path}'").split("\n")
     for number, line in enumerate(lines, 1):
         if "\0" in line:
             raise DataError(f"'{path}':{number}: the line has a NUL character, which a path cannot contain")
@@ -79,10 +76,7 @@ class ImageListSource:
         return len(self.files)
 
     def read(self, number: int) -> bytes:
-        try:
-            return read_regular(self.files[number], MAX_IMAGE_BYTES)
-        except OSError as error:
-            raise DataError(f"cannot be read: {error.strerror}; see root_folder in image_data_param") from error
+        return read_file(self.files[number], "; see root_folder in image_data_param")
 
     def allows_concurrent_reads(self, count: int) -> bool:
         return True

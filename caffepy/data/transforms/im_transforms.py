@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.datum import opencv
+from caffepy.data.images import Pixels, call_opencv, decode, encode, opencv, resize
 from caffepy.data.random import SampleRng
-from caffepy.data.transforms.pixels import Pixels, call_opencv, resize
 from caffepy.errors import ConfigError, DataError
 from caffepy.formats.proto import caffe_pb2
 
@@ -216,7 +214,9 @@ def check_resizes(params: Sequence[caffe_pb2.ResizeParameter], where: str) -> No
         ConfigError: the message names the fields.
     """
     for param in params:
-        _check_resize(param, where)
+        if not (0 < param.height <= _MAX_SIDE and 0 < param.width <= _MAX_SIDE):
+            sizes = f"{param.height} and {param.width}"
+            raise ConfigError(f"{where}: resize_param needs height and width from 1 to {_MAX_SIDE}, not {sizes}")
     total = math.fsum(param.prob for param in params)
     if len(params) > 1 and not (abs(total - 1) <= _MAX_PROB_ERROR and all(0 <= param.prob <= 1 for param in params)):
         raise ConfigError(
@@ -228,13 +228,6 @@ def choose_resize(params: Sequence[caffe_pb2.ResizeParameter], rng: SampleRng) -
     """Return the index of one of several resize_param, at random by their `prob`."""
     ends = np.cumsum([param.prob for param in params])
     return min(int(np.searchsorted(ends, rng.uniform(0, 1) * ends[-1], side="right")), len(params) - 1)
-
-
-def _check_resize(param: caffe_pb2.ResizeParameter, where: str) -> None:
-    if not (0 < param.height <= _MAX_SIDE and 0 < param.width <= _MAX_SIDE):
-        raise ConfigError(
-            f"{where}: resize_param needs height and width from 1 to {_MAX_SIDE}, not {param.height} and {param.width}"
-        )
 
 
 def apply_resize(pixels: Pixels, param: caffe_pb2.ResizeParameter, rng: SampleRng) -> Pixels:
@@ -308,7 +301,7 @@ def distort(pixels: Pixels, param: caffe_pb2.DistortionParameter, rng: SampleRng
     """
     if pixels.dtype != np.uint8:
         raise DataError("is a float image; distort_param needs uint8")
-    image = cast(Bytes, pixels)
+    image: Bytes = pixels
     contrast_first = rng.uniform(0, 1) > 0.5
     if rng.uniform(0, 1) < param.brightness_prob:
         image = scale_bytes(image, 1, rng.uniform(-param.brightness_delta, param.brightness_delta))
@@ -339,12 +332,8 @@ def _hue(image: Bytes, summand: float) -> Bytes:
 
 def scale_bytes(image: Bytes, factor: float, summand: float) -> Bytes:
     """Return round(image * factor + summand), computed in float32 and saturated, as `cv::Mat::convertTo`."""
-    return cast(Bytes, call_opencv("LUT", image, _scale_table(factor, summand)))
-
-
-def _scale_table(factor: float, summand: float) -> Bytes:
     table = np.arange(256, dtype=np.float32) * np.float32(factor) + np.float32(summand)
-    return cast(Bytes, np.clip(np.rint(table), 0, 255).astype(np.uint8))
+    return call_opencv("LUT", image, np.clip(np.rint(table), 0, 255).astype(np.uint8))
 
 
 def adjust_hsv(image: Bytes, channel: int, factor: float, summand: float) -> Bytes:
@@ -355,8 +344,8 @@ def adjust_hsv(image: Bytes, channel: int, factor: float, summand: float) -> Byt
     """
     cv2 = opencv()
     hsv = call_opencv("cvtColor", image, cv2.COLOR_BGR2HSV)
-    changed = scale_bytes(cast(Bytes, call_opencv("extractChannel", hsv, channel)), factor, summand)
-    return cast(Bytes, call_opencv("cvtColor", call_opencv("insertChannel", changed, hsv, channel), cv2.COLOR_HSV2BGR))
+    changed = scale_bytes(call_opencv("extractChannel", hsv, channel), factor, summand)
+    return call_opencv("cvtColor", call_opencv("insertChannel", changed, hsv, channel), cv2.COLOR_HSV2BGR)
 
 
 def _reorder(image: Bytes, rng: SampleRng) -> Bytes:
@@ -446,9 +435,7 @@ def _jpeg(pixels: Pixels, quality: int) -> Pixels:
     """Recompress as JPEG. Gray images stay gray: Caffe decodes three channels but reads only the top's one."""
     cv2 = opencv()
     flag = cv2.IMREAD_GRAYSCALE if pixels.shape[2] == 1 else cv2.IMREAD_COLOR
-    return call_opencv(
-        "imdecode", np.asarray(cv2.imencode(".jpg", pixels, [cv2.IMWRITE_JPEG_QUALITY, quality])[1]), flag
-    )
+    return np.atleast_3d(decode(encode(pixels, settings=[cv2.IMWRITE_JPEG_QUALITY, quality]), flag))
 
 
 def _salt_and_pepper(pixels: Pixels, param: caffe_pb2.SaltPepperParameter, rng: SampleRng) -> Pixels:

@@ -19,7 +19,7 @@ from caffepy.errors import DataError
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
 from caffepy.layers.layer import register_layer
-from caffepy.utils.files import read_regular
+from caffepy.utils.files import read_data
 from caffepy.utils.options import LARGEST, whole
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,8 @@ class CustomDataLayer(PrefetchingLayer):
             raise DataError(f"{self.where}: {error}") from error
         try:
             self._order = CustomOrder(param, len(self._records), self._selected(), self.where)
-            shapes = [part.shape for part in self._make_loader(0, 0).sample(0)]
+            loader = self._make_loader(0, 0)
+            shapes = [part.shape for part in loader.sample(0, 0)]
         except BaseException:
             self._records.close()
             raise
@@ -105,7 +106,7 @@ class CustomDataLayer(PrefetchingLayer):
             )
         return np.flatnonzero(labels == param.preselection_label)
 
-    def _make_loader(self, seed: int, stream: int) -> CustomLoader:
+    def _make_loader(self, seed: int, stream: int) -> SampleLoader:
         param = self.param.data_param
         mean = None
         if param.HasField("mean_file"):
@@ -115,9 +116,13 @@ class CustomDataLayer(PrefetchingLayer):
                 raise DataError(f"{self.where}: {error}") from error
         elif param.subtract:
             mean = np.array(param.subtract, np.float32).reshape(-1, 1, 1)
-        slices = Slices(list(param.slice_point), list(param.encoding))
+        slices, records = Slices(param.slice_point, param.encoding, mean, param.scale), self._records
         order = self._order.with_seed(seed, stream)
-        return CustomLoader(self._records, order, slices, mean, param.scale, self.where)
+        return SampleLoader(
+            self.where,
+            lambda _, sample: slices.tops(records.read(order.record(sample))),
+            lambda sample: f"{records.record_name(order.record(sample))} of {records.description}",
+        )
 
     def make_loader(self) -> DescribingLoader:
         stream = self.random_stream()
@@ -133,10 +138,7 @@ def read_labels(path: Path, where: str) -> NDArray[np.int64]:
     Raises:
         DataError: the file cannot be read.
     """
-    try:
-        words = read_regular(path, MAX_LABELS_BYTES).split()
-    except OSError as error:
-        raise DataError(f"{where}: preselection_file '{path}' cannot be read: {error.strerror or error}") from error
+    words = read_data(path, MAX_LABELS_BYTES, f"{where}: preselection_file '{path}'").split()
     labels = []
     for word in words:
         label = whole(word, -LARGEST, LARGEST)
@@ -214,11 +216,16 @@ class Slices:
     Args:
         points: first channel of each slice but the first.
         encodings: of each slice; UINT8 where none is given.
+        mean: to subtract, (channels, H, W) or (channels, 1, 1); None: nothing.
+        scale: factor of the result.
     """
 
-    def __init__(self, points: Sequence[int], encodings: Sequence[int]) -> None:
+    def __init__(
+        self, points: Sequence[int], encodings: Sequence[int], mean: NDArray[np.float32] | None, scale: float
+    ) -> None:
         self._points = list(points)
         self._encodings = list(encodings)
+        self._mean, self._scale = mean, np.float32(scale)
 
     def bounds(self, channels: int) -> list[tuple[int, int]]:
         """Return the first channel of each slice and the one after it.
@@ -231,12 +238,25 @@ class Slices:
             raise DataError(f"has {channels} channels, but slice_point is {ends[-2]}")
         return list(zip([0, *self._points], ends, strict=True))
 
-    def decode(self, record: bytes | memoryview) -> tuple[list[NDArray[np.float32]], float]:
-        """Return the slices of a record, (channels, H, W) each, and its label.
+    def tops(self, record: bytes | memoryview) -> list[NDArray[np.float32]]:
+        """Return the slices of a record less the mean, scaled, and its label (1, 1, 1).
 
         Raises:
             DataError: the record does not fit. The message follows the record's name.
         """
+        parts, label = self._decode(record)
+        if self._mean is not None:
+            bounds = self.bounds(sum(len(part) for part in parts))
+            size = self._mean.shape[1:]
+            if len(self._mean) > bounds[-1][1] or (size != (1, 1) and size != parts[0].shape[1:]):
+                raise DataError("does not have the shape of the mean")
+            mean = np.zeros((bounds[-1][1], *size), np.float32)
+            mean[: len(self._mean)] = self._mean
+            parts = [part - mean[begin:end] for part, (begin, end) in zip(parts, bounds, strict=True)]
+        return [*(part * self._scale for part in parts), np.full((1, 1, 1), label, np.float32)]
+
+    def _decode(self, record: bytes | memoryview) -> tuple[list[NDArray[np.float32]], float]:
+        """Return the slices of a record, (channels, H, W) each, and its label."""
         datum, data = parse_datum(record)
         shape = (datum.channels, datum.height, datum.width)
         if min(shape) <= 0:
@@ -274,53 +294,3 @@ class Slices:
         else:
             values = np.unpackbits(part, bitorder="little")[:count].astype(np.float32)
         return values.reshape(shape), offset + size
-
-
-class CustomLoader(SampleLoader):
-    """Fills batches with the slices of records; a `Loader`.
-
-    Args:
-        source: the records.
-        order: in which they are read.
-        slices: how they are decoded.
-        mean: to subtract, (channels, H, W) or (channels, 1, 1); None: nothing.
-        scale: factor of the result.
-        where: the layer, for messages.
-    """
-
-    def __init__(
-        self,
-        source: RecordSource,
-        order: CustomOrder,
-        slices: Slices,
-        mean: NDArray[np.float32] | None,
-        scale: float,
-        where: str,
-    ) -> None:
-        super().__init__(where)
-        self._source, self._order, self._slices = source, order, slices
-        self._mean, self._scale = mean, np.float32(scale)
-
-    def describe(self, sample: int) -> str:
-        return f"{self._source.record_name(self._order.record(sample))} of {self._source.description}"
-
-    def sample(self, number: int) -> list[NDArray[np.float32]]:
-        record = self._order.record(number)
-        try:
-            parts, label = self._slices.decode(self._source.read(record))
-            if self._mean is not None:
-                parts = self._without_mean(parts)
-        except DataError as error:
-            name = self._source.record_name(record)
-            raise DataError(f"{self.where}: {self._source.description}: {name} {error}") from error
-        return [*(part * self._scale for part in parts), np.full((1, 1, 1), label, np.float32)]
-
-    def _without_mean(self, parts: list[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
-        assert self._mean is not None
-        bounds = self._slices.bounds(sum(len(part) for part in parts))
-        size = self._mean.shape[1:]
-        if len(self._mean) > bounds[-1][1] or (size != (1, 1) and size != parts[0].shape[1:]):
-            raise DataError("does not have the shape of the mean")
-        mean = np.zeros((bounds[-1][1], *size), np.float32)
-        mean[: len(self._mean)] = self._mean
-        return [part - mean[begin:end] for part, (begin, end) in zip(parts, bounds, strict=True)]

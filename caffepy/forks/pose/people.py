@@ -17,8 +17,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.datum import opencv, parse_datum
-from caffepy.data.transforms.pixels import rounded
+from caffepy.data.datum import parse_datum
+from caffepy.data.images import opencv, rounded
 from caffepy.errors import ConfigError, DataError
 
 # -- parts and connections -----------------------------------------------------------------------------
@@ -321,39 +321,11 @@ def planes_of(record: bytes | memoryview) -> Pixels:
     return np.frombuffer(data, np.uint8).reshape(shape)
 
 
-class Lines:
-    """The numbers in the rows of a plane.
-
-    Args:
-        plane: (H, W).
-    """
-
-    def __init__(self, plane: Pixels) -> None:
-        self._plane = plane
-
-    def bytes_at(self, line: int, first: int, count: int) -> bytes:
-        """Return bytes of a line.
-
-        Raises:
-            DataError: the plane has no such bytes.
-        """
-        height, width = self._plane.shape
-        if line >= height or first + count > width:
-            raise DataError(
-                f"is {height} x {width}; the numbers about its people need line {line + 1} with {count} bytes"
-            )
-        return self._plane[line, first : first + count].tobytes()
-
-    def floats(self, line: int, count: int, first: int = 0) -> Doubles:
-        """Return numbers of a line, from byte `first` on."""
-        return np.frombuffer(self.bytes_at(line, first, 4 * count), "<f4").astype(np.float64)
-
-    def text(self, line: int) -> str:
-        """Return a line's text, which ends with a byte of 0."""
-        if line >= self._plane.shape[0]:
-            raise DataError(f"has no line {line + 1} with the file of its image")
-        content: bytes = self._plane[line].tobytes()
-        return content.partition(b"\0")[0].decode(errors="replace")
+def _bytes_at(plane: Pixels, line: int, first: int, count: int) -> bytes:
+    height, width = plane.shape
+    if line >= height or first + count > width:
+        raise DataError(f"is {height} x {width}; the numbers about its people need line {line + 1} with {count} bytes")
+    return plane[line, first : first + count].tobytes()
 
 
 def read_people(plane: Pixels, parts: int, count_at: int, offset: float) -> People:
@@ -368,21 +340,23 @@ def read_people(plane: Pixels, parts: int, count_at: int, offset: float) -> Peop
     Raises:
         DataError: the plane is too small, or a number is not finite.
     """
-    lines = Lines(plane)
-    height, width = lines.floats(1, 2)
-    others = lines.bytes_at(2, count_at, 1)[0]
-    scales = (
-        [float(lines.floats(4, 1)[0]), *lines.floats(_PERSON_LINES + others, others)]
-        if others
-        else [float(lines.floats(4, 1)[0])]
-    )
+
+    def floats(line: int, count: int) -> Doubles:
+        return np.frombuffer(_bytes_at(plane, line, 0, 4 * count), "<f4").astype(np.float64)
+
+    def text(line: int) -> str:
+        return bytes(plane[line].tobytes()).partition(b"\0")[0].decode(errors="replace")
+
+    height, width = floats(1, 2)
+    others = _bytes_at(plane, 2, count_at, 1)[0]
+    scales = [float(floats(4, 1)[0]), *(floats(_PERSON_LINES + others, others) if others else ())]
     people = []
     for index in range(others + 1):
         center_line = 3 if index == 0 else _PERSON_LINES + index - 1
         first = 5 if index == 0 else _PERSON_LINES + 1 + others + 3 * (index - 1)
-        points = np.stack([lines.floats(first, parts), lines.floats(first + 1, parts)], axis=1) - offset
-        states = lines.floats(first + 2, parts)
-        center = lines.floats(center_line, 2) - offset
+        points = np.stack([floats(first, parts), floats(first + 1, parts)], axis=1) - offset
+        states = floats(first + 2, parts)
+        center = floats(center_line, 2) - offset
         if not all(np.isfinite(values).all() for values in (points, states, center)) or not scales[index] > 0:
             raise DataError(
                 f"has a number about its person {index} that is not finite, or a scale that is not positive"
@@ -391,8 +365,8 @@ def read_people(plane: Pixels, parts: int, count_at: int, offset: float) -> Peop
     if not (np.isfinite([height, width]).all() and min(height, width) >= 1):
         raise DataError(f"has an image of {height:g} x {width:g} pixels")
     after = _PERSON_LINES if not others else _PERSON_LINES + 1 + _OTHER_LINES * others
-    source = lines.text(after) if after < plane.shape[0] else ""
-    return People(lines.text(0), (int(height), int(width)), people, source)
+    source = text(after) if after < plane.shape[0] else ""
+    return People(text(0), (int(height), int(width)), people, source)
 
 
 def mark_outside(people: People, spared: Iterable[int]) -> None:

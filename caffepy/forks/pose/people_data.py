@@ -10,12 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.data import random
-from caffepy.data.datum import MAX_PIXELS, decode_image, opencv
+from caffepy.data.images import AREA, CUBIC, MAX_PIXELS, cut, opencv, read_image, resize, rounded, scaled, to_pixels
 from caffepy.data.random import SampleRng
 from caffepy.data.sampler import SampleLoader, Sampler
 from caffepy.data.sources.databases import RecordSource
-from caffepy.data.sources.image_list import MAX_IMAGE_BYTES
-from caffepy.data.transforms.pixels import rounded
 from caffepy.errors import DataError
 from caffepy.forks.pose.people import (
     IGNORED,
@@ -50,7 +48,6 @@ from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.input.images import open_records
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
 from caffepy.layers.layer import register_layer
-from caffepy.utils.files import read_regular
 
 # -- the base of both layers ---------------------------------------------------------------------------
 
@@ -63,39 +60,13 @@ _MAX_MAP = 1 << 14
 _UNNAMED = 3
 """State of a part that the record of CPMData spares."""
 
-_COCO = MODELS["COCO_18"]
-_LIMBS_MPI = pairs("0-1 1-2 2-3 3-4 1-5 5-6 6-7 1-14 14-8 8-9 9-10 14-11 11-12 12-13")
+_LIMBS_MPI = pairs("0-1-2-3-4 1-5-6-7 1-14-8-9-10 14-11-12-13")
+_MPI_SOURCES = from_parts(9, 8, 12, 11, 10, 13, 14, 15, 2, 1, 0, 3, 4, 5, (7, 6))
 BODIES: dict[int, tuple[Skeleton, Sources]] = {
-    56: (Skeleton(18, _COCO.skeleton.limbs, _COCO.skeleton.mirrored), _COCO.sources),
-    43: (
-        Skeleton(15, _LIMBS_MPI, pairs("2-5 3-6 4-7 8-11 9-12 10-13")),
-        from_parts(9, 8, 12, 11, 10, 13, 14, 15, 2, 1, 0, 3, 4, 5, (7, 6)),
-    ),
+    56: (MODELS["COCO_18"].skeleton, MODELS["COCO_18"].sources),
+    43: (Skeleton(15, _LIMBS_MPI, pairs("2-5 3-6 4-7 8-11 9-12 10-13")), _MPI_SOURCES),
 }
 """By num_parts, the number of maps without the background: the skeleton, and the parts of the database for each."""
-
-
-class RecordsLoader(SampleLoader):
-    """Fills batches with samples that a layer makes of records.
-
-    Args:
-        layer: makes the samples.
-        seed: of the solver.
-        stream: of the layer's random numbers.
-    """
-
-    def __init__(self, layer: RecordsLayer, seed: int, stream: int) -> None:
-        super().__init__(layer.where)
-        self._layer, self._key = layer, (seed, stream)
-
-    def sample(self, number: int) -> list[Floats]:
-        try:
-            return self._layer.make_sample(number, self._key)
-        except DataError as error:
-            raise DataError(f"{self.where}: {self.describe(number)} {error}") from error
-
-    def describe(self, sample: int) -> str:
-        return self._layer.record_of(sample, self._key)
 
 
 class RecordsLayer(PrefetchingLayer):
@@ -109,7 +80,12 @@ class RecordsLayer(PrefetchingLayer):
 
     def make_loader(self) -> DescribingLoader:
         stream = self.random_stream()
-        return RecordsLoader(self, stream.seed, stream.stream)
+        return self._loader_of((stream.seed, stream.stream))
+
+    def _loader_of(self, key: tuple[int, int]) -> SampleLoader:
+        return SampleLoader(
+            self.where, lambda _, sample: self.make_sample(sample, key), lambda sample: self.record_of(sample, key)
+        )
 
     def make_sample(self, number: int, key: tuple[int, int]) -> list[Floats]:
         """Return the values of each top of a global sample.
@@ -131,7 +107,7 @@ class RecordsLayer(PrefetchingLayer):
     def shapes_of_first(self, source: Source) -> list[tuple[int, ...]]:
         """Return the shapes of the tops of the first sample; close the source if it cannot be made."""
         try:
-            shapes = [part.shape for part in RecordsLoader(self, 0, 0).sample(0)]
+            shapes = [part.shape for part in self._loader_of((0, 0)).sample(0, 0)]
         except BaseException:
             source.close()
             raise
@@ -237,17 +213,14 @@ class CPMDataLayer(RecordsLayer):
 
     def _augmented(self, image: Pixels, mask: Pixels, people: People, rng: SampleRng) -> tuple[Pixels, Pixels]:
         """Return image and mask of the net's size; move the people likewise."""
-        cv2, param = opencv(), self.settings
-        factor = 1.0
+        param, factor = self.settings, 1.0
         if rng.uniform(0, 1) <= param.scale_prob:
             factor = rng.uniform(param.scale_min, param.scale_max)
         scale = param.target_dist / people.people[0].scale * factor
         for side in image.shape[:2]:
             check_side(side * scale)
-        image, mask = (
-            np.asarray(cv2.resize(part, None, fx=scale, fy=scale, interpolation=cv2.INTER_CUBIC), np.uint8)
-            for part in (image, mask)
-        )
+        image, mask = (scaled(part, scale, CUBIC) for part in (image, mask))
+        mask = mask[:, :, 0]
         people.move(scaling(scale))
         size = (image.shape[0], image.shape[1])
         matrix, box = rotation(size, (rng.uniform(0, 1) - 0.5) * 2 * param.max_rotate_degree)
@@ -268,14 +241,12 @@ class CPMDataLayer(RecordsLayer):
         return image, mask
 
     def _maps(self, height: int, width: int, mask: Pixels, people: People) -> Floats:
-        cv2, param, skeleton = opencv(), self.settings, self._skeleton
+        param, skeleton = self.settings, self._skeleton
         grid = Grid(height // param.stride, width // param.stride, param.stride)
         count, limbs = skeleton.channels, 2 * len(skeleton.limbs)
         maps = np.zeros((2 * count, grid.height, grid.width), np.float32)
-        small = cv2.resize(
-            np.ascontiguousarray(mask), None, fx=1 / param.stride, fy=1 / param.stride, interpolation=cv2.INTER_CUBIC
-        )
-        maps[:count] = np.asarray(small, np.float32)[: grid.height, : grid.width] / 255
+        small = scaled(np.ascontiguousarray(mask), 1 / param.stride, CUBIC)[: grid.height, : grid.width, 0]
+        maps[:count] = np.asarray(small, np.float32) / 255
         for part, state in enumerate(people.people[0].states):
             if state == _UNNAMED:
                 maps[part] = 0
@@ -291,17 +262,6 @@ class CPMDataLayer(RecordsLayer):
                     targets[2 * index][near], targets[2 * index + 1][near] = direction
         targets[-1] = np.maximum(1 - targets[limbs:-1].max(axis=0), 0)
         return maps
-
-
-def cut(image: Pixels, top: int, left: int, size: tuple[int, int], border: int) -> Pixels:
-    """Return the part of an image that begins at a row and column, which may lie outside, filled with `border`."""
-    result = np.full((*size, *image.shape[2:]), border, np.uint8)
-    begins = max(top, 0), max(left, 0)
-    ends = min(top + size[0], image.shape[0]), min(left + size[1], image.shape[1])
-    if begins[0] < ends[0] and begins[1] < ends[1]:
-        part = image[begins[0] : ends[0], begins[1] : ends[1]]
-        result[begins[0] - top : ends[0] - top, begins[1] - left : ends[1] - left] = part
-    return result
 
 
 def swap(people: People, skeleton: Skeleton) -> None:
@@ -544,16 +504,16 @@ class OPDataLayer(RecordsLayer):
         """Return an image (H, W, 3) of media_directory."""
         path = Path(self.settings.media_directory + name)
         try:
-            return np.ascontiguousarray(decode_image(read_regular(path, MAX_IMAGE_BYTES), True).transpose(1, 2, 0))
-        except OSError as error:
-            raise DataError(f"names the image '{path}', which cannot be read: {error.strerror}") from error
+            return to_pixels(read_image(path, force_color=True))
+        except DataError as error:
+            raise DataError(f"names the image '{path}', which {error}") from error
 
     def _background(self, number: int, rng: SampleRng) -> Pixels | None:
         """Return an image without people, of the net's size, or None. It is flipped, as OpenPose's is."""
         records = self._origins.background
         if records is None or (self.context.phase != caffe_pb2.TRAIN and not self._background_chance):
             return None
-        cv2, param = opencv(), self.settings
+        param = self.settings
         planes = planes_of(records.read(number % len(records)))
         if planes.shape[0] < 3:
             raise DataError(f"takes a background of {planes.shape[0]} planes; it needs 3")
@@ -561,12 +521,12 @@ class OPDataLayer(RecordsLayer):
         height, width = param.crop_size_y, param.crop_size_x
         if image.shape[1] > width and image.shape[0] > height:
             ratio = max(width / image.shape[1], height / image.shape[0])
-            sizes = max(rounded(ratio * image.shape[1]), width), max(rounded(ratio * image.shape[0]), height)
-            image = cv2.resize(image, sizes, interpolation=cv2.INTER_CUBIC)
-            left, top = (rounded(free * rng.uniform(0, 1)) for free in (sizes[0] - width, sizes[1] - height))
+            rows, columns = (max(rounded(ratio * a), b) for a, b in zip(image.shape, (height, width), strict=False))
+            image = resize(image, rows, columns, CUBIC, ipp=True)
+            left, top = (rounded(free * rng.uniform(0, 1)) for free in (columns - width, rows - height))
             image = image[top : top + height, left : left + width]
         else:
-            image = cv2.resize(image, (width, height), interpolation=cv2.INTER_CUBIC)
+            image = resize(image, height, width, CUBIC, ipp=True)
         return np.ascontiguousarray(image[:, ::-1])
 
     def _normalised(self, image: Pixels) -> Floats:
@@ -654,13 +614,13 @@ class OPDataLayer(RecordsLayer):
         return maps
 
     def _maps(self, origin: Origin, people: People, height: int, width: int, mask: Pixels) -> Floats:
-        cv2, param, model = opencv(), self.settings, origin.model
+        param, model = self.settings, origin.model
         skeleton = model.skeleton
         grid = Grid(height // param.stride, width // param.stride, param.stride)
         count, limbs = skeleton.channels, 2 * len(skeleton.limbs)
         maps = np.zeros((2 * count, grid.height, grid.width), np.float32)
         weights, targets = maps[:count], maps[count:]
-        small = cv2.resize(np.ascontiguousarray(mask), (grid.width, grid.height), interpolation=cv2.INTER_AREA)
+        small = resize(np.ascontiguousarray(mask), grid.height, grid.width, AREA, ipp=True)[:, :, 0]
         weights[:] = np.asarray(small, np.float32) / 255
         ignored = set(np.flatnonzero(people.people[0].states >= IGNORED).tolist())
         if skeleton.parts > model.lmdb_parts:

@@ -5,7 +5,7 @@ DetectionData and EvalData are Cascade R-CNN's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -13,18 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.data.boxes import CORNERS, EXACT
+from caffepy.data.images import rounded
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng
-from caffepy.data.sampler import RecordLoader, Sampler
+from caffepy.data.sampler import SampleLoader, Sampler
 from caffepy.data.transforms.im_transforms import check_distort, distort
-from caffepy.data.transforms.pixels import rounded
 from caffepy.errors import DataError
 from caffepy.forks.rcnn.object_windows import (
     CHANNELS,
-    Entry,
     Floats,
     LabelMap,
     Matching,
+    Normaliser,
+    ObjectWindowSource,
     Placed,
     Scene,
     Truth,
@@ -75,21 +76,28 @@ def told_side_lengths(
     return None
 
 
-# -- the base of the layers, and their loader ----------------------------------------------------------
-
-Fill = Callable[[int, int, SampleRng], Floats]
-"""Writes an image to a batch, given its index there and in the file, and returns the rows of its objects."""
+# -- the base of DetectionData and ImageGtData ---------------------------------------------------------
 
 
-class ObjectWindowLayer(PrefetchingLayer):
-    """A layer of the images of a window file and their objects."""
+class AnchorLabelsLayer(PrefetchingLayer):
+    """A layer of images, labels of anchors, and optionally their objects."""
 
     parameter: ClassVar[str]
     """The layer's message in the prototxt."""
-    no_object: ClassVar[tuple[int, ...]]
-    """The row of a batch without objects."""
-    alone = 0
-    """Number of images at the begin of a batch that are written in turn, before threads write the rest."""
+    stride_field: ClassVar[str]
+    """The field of the message that has a stride for each map."""
+    columns: ClassVar[int]
+    """Numbers of an object."""
+
+    @classmethod
+    def label_shapes(cls, layer: caffe_pb2.LayerParameter, image: Sequence[int]) -> list[tuple[int, ...]]:
+        param = getattr(layer, cls.parameter)
+        maps = map_shapes(getattr(param, cls.stride_field), image)
+        return [*maps, (cls.columns, 1, 1)] if param.output_gt_boxes else maps
+
+    @classmethod
+    def object_list(cls, layer: caffe_pb2.LayerParameter, shapes: Mapping[str, Sequence[int]]) -> int | None:
+        return len(layer.top) - 1 if getattr(layer, cls.parameter).output_gt_boxes else None
 
     @property
     def settings(self) -> Any:
@@ -100,87 +108,9 @@ class ObjectWindowLayer(PrefetchingLayer):
         return int(self.settings.batch_size)
 
     def batch_shape(self, index: int, sample_shape: tuple[int, ...]) -> tuple[int, ...]:
-        own = super().batch_shape(index, sample_shape)
-        return (1, *sample_shape) if index == self.object_list(self.param, {}) else own
-
-    def open_windows(self, scale: float, difficult: bool) -> list[Entry]:
-        """Open the window file, whose objects may have a column `difficult`, and return its images."""
-        param = self.settings
-        self._normaliser = read_normaliser(self, scale)
-        self.windows = open_object_windows(self, param.source, param.root_folder, difficult)
-        return self.windows.entries
-
-    def make_loader(self) -> DescribingLoader:
-        return ObjectWindowLoader(self)
-
-    def order(self, seed: int, stream: int) -> Sampler:
-        """Return the order of the images."""
-        return Sampler(len(self.windows))
-
-    def image_of(self, record: int) -> int:
-        """Return the index of a record's image in the file."""
-        return record
-
-    def filler(self, first: int, count: int, batch: Batch, key: tuple[int, int]) -> Fill:
-        """Return what writes images to a batch of the samples [first, first + count), from several threads."""
-        raise NotImplementedError
-
-
-class ObjectWindowLoader(RecordLoader):
-    """Fills batches with images of a window file; a `Loader`.
-
-    Args:
-        layer: writes the images.
-    """
-
-    def __init__(self, layer: ObjectWindowLayer) -> None:
-        stream = seeded_stream(layer)
-        self._layer, self._key = layer, (stream.seed, stream.stream)
-        super().__init__(layer.windows, layer.order(*self._key), layer.where, layer.threads(0))
-
-    def describe(self, sample: int) -> str:
-        return str(self.source.record_name(self._layer.image_of(self.record_of(sample))))
-
-    def load(self, first: int, count: int, batch: Batch) -> None:
-        """Fill `batch` with the global samples [first, first + count).
-
-        Raises:
-            DataError: an image cannot be read.
-        """
-        records, layer = self.records(first, count).tolist(), self._layer
-        rows: list[Floats] = [np.empty((0, len(layer.no_object)), _f32)] * count
-        fill = layer.filler(first, count, batch, self._key)
-
-        def fill_one(index: int) -> None:
-            number = layer.image_of(records[index])
-            with self.reads(number):
-                rows[index] = fill(index, number, SampleRng(*self._key, first + index))
-
-        for index in range(layer.alone):
-            fill_one(index)
-        self._workers.run(fill_one, range(layer.alone, count))
-        top = layer.object_list(layer.param, {})
-        if top is not None:
-            found = np.concatenate(rows)
-            found = found if len(found) else np.array([layer.no_object], _f32)
-            batch.array(top, (*found.shape, 1, 1))[...] = found[:, :, None, None]
-
-
-class AnchorLabelsLayer(ObjectWindowLayer):
-    """A layer of images, labels of anchors, and optionally their objects."""
-
-    stride_field: ClassVar[str]
-    """The field of the message that has a stride for each map."""
-
-    @classmethod
-    def label_shapes(cls, layer: caffe_pb2.LayerParameter, image: Sequence[int]) -> list[tuple[int, ...]]:
-        param = getattr(layer, cls.parameter)
-        maps = map_shapes(getattr(param, cls.stride_field), image)
-        return [*maps, (len(cls.no_object), 1, 1)] if param.output_gt_boxes else maps
-
-    @classmethod
-    def object_list(cls, layer: caffe_pb2.LayerParameter, shapes: Mapping[str, Sequence[int]]) -> int | None:
-        return len(layer.top) - 1 if getattr(layer, cls.parameter).output_gt_boxes else None
+        if self.settings.output_gt_boxes and index == len(self.param.top) - 1:
+            return (1, *sample_shape)
+        return super().batch_shape(index, sample_shape)
 
     def read_maps(self) -> list[LabelMap]:
         """Return the maps of anchors.
@@ -203,13 +133,72 @@ class AnchorLabelsLayer(ObjectWindowLayer):
     def sample_shapes(self, maps: Sequence[LabelMap], height: int, width: int) -> list[tuple[int, ...]]:
         """Return the shapes of the tops of one image of height x width."""
         shapes: list[tuple[int, ...]] = [(3, height, width), *((CHANNELS, *one.shape(height, width)) for one in maps)]
-        return [*shapes, (len(self.no_object), 1, 1)] if self.settings.output_gt_boxes else shapes
+        return [*shapes, (self.columns, 1, 1)] if self.settings.output_gt_boxes else shapes
 
 
-def object_rows(index: int, boxes: Floats, labels: Floats, *flags: NDArray[np.bool_]) -> Floats:
-    """Return a row (index, x1, y1, x2, y2, label, flags) for each object of the batch's image `index`."""
-    image = np.full((len(labels), 1), index, _f32)
-    return np.column_stack([image, boxes, labels, *flags]).astype(_f32)
+def object_rows(boxes: Floats, labels: Floats, *flags: NDArray[np.bool_]) -> Floats:
+    """Return a row (x1, y1, x2, y2, label, flags) for each object of an image."""
+    return np.column_stack([boxes, labels, *flags]).astype(_f32)
+
+
+@dataclass(frozen=True)
+class AnchorSettings:
+    """Settings of a layer with labels of anchors.
+
+    Args:
+        param: of the prototxt.
+        maps: of anchors.
+        size: height and width of the images; (0, 0): the first image of a batch gives them.
+        normaliser: of pixels.
+        mirror: whether to mirror at random.
+        nvidia: whether images are decoded as by NVIDIA Caffe.
+    """
+
+    param: Any
+    maps: list[LabelMap]
+    size: tuple[int, int]
+    normaliser: Normaliser
+    mirror: bool
+    nvidia: bool
+
+
+class AnchorLoader(SampleLoader):
+    """Fills batches of images, labels of anchors, and objects.
+
+    Args:
+        source: the images.
+        settings: of the layer.
+        key: seed of the solver, or random_seed, and random stream of the layer.
+        where: the layer, for messages.
+        threads: number of decoder threads.
+        order: of the records.
+        no_object: the row of a batch without objects.
+        images: the image of each record; None: that of its number.
+    """
+
+    def __init__(
+        self,
+        source: ObjectWindowSource,
+        settings: AnchorSettings,
+        key: tuple[int, int],
+        where: str,
+        threads: int,
+        order: Sampler,
+        no_object: Sequence[float],
+        images: NDArray[np.int64] | None = None,
+    ) -> None:
+        self._images = np.arange(len(source)) if images is None else images
+        objects = (1 + len(settings.maps), no_object)
+        super().__init__(where, self._tops, lambda n: source.name(self.image_of(n)), order, threads, objects)
+        self.source, self._settings, self._key = source, settings, key
+
+    def image_of(self, record: int) -> int:
+        """Return the number of a record's image."""
+        return int(self._images[record])
+
+    def _tops(self, record: int, sample: int) -> list[Floats]:
+        """Return an image, its labels, and the rows of its objects."""
+        raise NotImplementedError
 
 
 # -- DetectionData -------------------------------------------------------------------------------------
@@ -234,84 +223,28 @@ class DetectionDataLayer(AnchorLabelsLayer):
     """
 
     tops = (1, None)
-    parameter, stride_field, no_object = "detection_data_param", "stride", _NO_OBJECT
-    alone = 1  # the first image sets the shape of the batch
+    parameter, stride_field, columns = "detection_data_param", "stride", COLUMNS
 
     @classmethod
     def told_size(cls, layer: caffe_pb2.LayerParameter, nvidia: bool) -> tuple[int, int, str] | None:
         return told_side_lengths(layer.detection_data_param)
 
     def open(self) -> tuple[Source, list[tuple[int, ...]]]:
-        self._maps = self.read_maps()
-        check_detection_data(self, self.settings)
-        sizes = Sizes(self.settings, 1.0)
-        first = self.open_windows(self.param.transform_param.scale, True)[0]
-        return self.windows, self.sample_shapes(self._maps, *sizes.canvas(sizes.resized(first.size)))
+        param = self.param.detection_data_param
+        maps = self.read_maps()
+        check_detection_data(self, param)
+        normaliser = read_normaliser(self, self.param.transform_param.scale)
+        self._windows = open_object_windows(self, param.source, param.root_folder, True)
+        mirror, nvidia = self.param.transform_param.mirror, self.context.nvidia
+        self._settings = AnchorSettings(param, maps, (0, 0), normaliser, mirror, nvidia)
+        sizes = Sizes(param, 1.0)
+        height, width = sizes.canvas(sizes.resized(self._windows.entries[0].size))
+        return self._windows, self.sample_shapes(maps, height, width)
 
-    def order(self, seed: int, stream: int) -> Sampler:
-        param = self.settings
-        if param.HasField("shuffle") and param.shuffle != "random":
-            tall = np.array([entry.size[0] >= entry.size[1] for entry in self.windows.entries])
-            group = param.mix_group_size if param.shuffle == "random_mix_aspect" else 0
-            return AspectOrder(tall, group, seed, stream)
-        return Sampler(len(self.windows), 0, param.HasField("shuffle"), seed, stream)
-
-    def filler(self, first: int, count: int, batch: Batch, key: tuple[int, int]) -> Fill:
-        ratios, chosen = self.settings.template_ratio, SampleRng(key[0], key[1] ^ _DRAWS_RATIO, first)
-        sizes = Sizes(self.settings, ratios[chosen.below(len(ratios))] if ratios else 1.0)
-        canvas: list[tuple[int, int]] = []
-
-        def fill(index: int, number: int, rng: SampleRng) -> Floats:
-            scene = self._scene(number, sizes, rng)
-            if not canvas:
-                canvas.append(sizes.canvas(scene.size))
-                check_shape((count, 3, *canvas[0]), self.where)
-            return self._put(number, scene, index, count, canvas[0], rng, batch)
-
-        return fill
-
-    def _scene(self, number: int, sizes: Sizes, rng: SampleRng) -> Scene:
-        """Return an image, distorted, mirrored and resized, with its boxes."""
-        scene = self.windows.scene(number, self.context.nvidia)
-        if self.settings.HasField("distort_param"):
-            scene = replace(scene, pixels=distort(scene.pixels, self.settings.distort_param, rng))
-        if self.param.transform_param.mirror and rng.below(2):
-            scene = scene.mirrored()
-        return scene.resized(*sizes.resized(scene.size))
-
-    def _put(
-        self, number: int, scene: Scene, index: int, count: int, canvas: tuple[int, int], rng: SampleRng, batch: Batch
-    ) -> Floats:
-        """Write one image and its labels, and return the rows of its objects."""
-        entry, param = self.windows.entries[number], self.settings
-        placed = self._place(scene, canvas, rng)
-        placed.put(self._normaliser, batch.array(0, (count, 3, *canvas))[index])
-        boxes = placed.scene.boxes
-        ignored = entry.flags[:, 0] | is_outside(boxes, (param.min_gt_width, param.min_gt_height), canvas)
-        labels = [batch.array(1 + i, (count, CHANNELS, *one.shape(*canvas)))[index] for i, one in enumerate(self._maps)]
-        matching = Matching(
-            CORNERS,
-            param.fg_threshold,
-            param.ignore_fg_threshold,
-            param.pickup_iou_thr,
-            param.anchor_ignore_margin_ratio if param.HasField("anchor_ignore_margin_ratio") else None,
-            param.anchor_ignore_iou_thr if param.HasField("anchor_ignore_iou_thr") else None,
-        )
-        label_anchors(self._maps, matching, Truth(entry.labels, boxes, ignored), placed, labels)
-        return object_rows(index, boxes, entry.labels, ignored, entry.flags[:, 1])
-
-    def _place(self, scene: Scene, canvas: tuple[int, int], rng: SampleRng) -> Placed:
-        """Rescale an image at random, and crop it near an object."""
-        param, box = self.settings, None
-        center = random_center(scene.size, canvas, rng)
-        if len(scene.boxes):
-            box = scene.boxes[rng.below(len(scene.boxes))]
-            center = center_of(box)
-        rescales = param.HasField("min_scale") or param.HasField("low_scale_ratio")
-        factors = (1.0, 1.0)
-        if rescales and rng.uniform(0, 1) < param.multiscale_prob:
-            factors = random_factors(param, box, rng)
-        return place(scene, factors, center, canvas, rng)
+    def make_loader(self) -> DescribingLoader:
+        stream = seeded_stream(self)
+        key, order = (stream.seed, stream.stream), image_order(self.settings, self._windows, stream.seed, stream.stream)
+        return DetectionDataLoader(self._windows, self._settings, key, self.where, self.threads(0), order, _NO_OBJECT)
 
 
 def check_detection_data(layer: DetectionDataLayer, param: caffe_pb2.DetectionDataParameter) -> None:
@@ -398,6 +331,15 @@ class Sizes:
         return size
 
 
+def image_order(param: caffe_pb2.DetectionDataParameter, source: ObjectWindowSource, seed: int, stream: int) -> Sampler:
+    """Return the order of the images."""
+    if param.HasField("shuffle") and param.shuffle != "random":
+        tall = np.array([entry.size[0] >= entry.size[1] for entry in source.entries])
+        group = param.mix_group_size if param.shuffle == "random_mix_aspect" else 0
+        return AspectOrder(tall, group, seed, stream)
+    return Sampler(len(source), 0, param.HasField("shuffle"), seed, stream)
+
+
 class AspectOrder(Sampler):
     """A random order of tall and of wide images apart, all of one kind first, or in turn by groups.
 
@@ -429,6 +371,68 @@ class AspectOrder(Sampler):
         return np.concatenate([*parts, *(kind[begin:] for kind, begin in zip(kinds, used, strict=True))])
 
 
+class DetectionDataLoader(AnchorLoader):
+    """Fills batches of DetectionData."""
+
+    _sizes: Sizes
+    _canvas: tuple[int, int] = (0, 0)
+
+    def load(self, first: int, count: int, batch: Batch) -> None:
+        self._sizes, self._canvas = Sizes(self._settings.param, self._ratio(first)), (0, 0)
+        super().load(first, count, batch)
+
+    def _ratio(self, first: int) -> float:
+        """Return the template_ratio of the batch that begins with a sample."""
+        ratios = self._settings.param.template_ratio
+        seed, stream = self._key
+        return ratios[SampleRng(seed, stream ^ _DRAWS_RATIO, first).below(len(ratios))] if ratios else 1.0
+
+    def _scene(self, number: int, sizes: Sizes, rng: SampleRng) -> Scene:
+        """Return an image, distorted, mirrored and resized, with its boxes."""
+        settings, scene = self._settings, self.source.scene(number, self._settings.nvidia)
+        if settings.param.HasField("distort_param"):
+            scene = replace(scene, pixels=distort(scene.pixels, settings.param.distort_param, rng))
+        if settings.mirror and rng.below(2):
+            scene = scene.mirrored()
+        return scene.resized(*sizes.resized(scene.size))
+
+    def _tops(self, number: int, sample: int) -> list[Floats]:
+        """Return an image, its labels, and the rows of its objects."""
+        settings, entry, rng = self._settings, self.source.entries[number], SampleRng(*self._key, sample)
+        scene, param = self._scene(number, self._sizes, rng), settings.param
+        if self._canvas == (0, 0):  # the first image sets the shape of the batch
+            self._canvas = self._sizes.canvas(scene.size)
+            check_shape((3, *self._canvas), self.where)
+        canvas = self._canvas
+        placed = self._place(scene, canvas, rng)
+        boxes = placed.scene.boxes
+        ignored = entry.flags[:, 0] | is_outside(boxes, (param.min_gt_width, param.min_gt_height), canvas)
+        matching = Matching(
+            CORNERS,
+            param.fg_threshold,
+            param.ignore_fg_threshold,
+            param.pickup_iou_thr,
+            param.anchor_ignore_margin_ratio if param.HasField("anchor_ignore_margin_ratio") else None,
+            param.anchor_ignore_iou_thr if param.HasField("anchor_ignore_iou_thr") else None,
+        )
+        labels = label_anchors(settings.maps, matching, Truth(entry.labels, boxes, ignored), placed, canvas)
+        rows = object_rows(boxes, entry.labels, ignored, entry.flags[:, 1])
+        return [placed.image(settings.normaliser, canvas), *labels, rows]
+
+    def _place(self, scene: Scene, canvas: tuple[int, int], rng: SampleRng) -> Placed:
+        """Rescale an image at random, and crop it near an object."""
+        param, box = self._settings.param, None
+        center = random_center(scene.size, canvas, rng)
+        if len(scene.boxes):
+            box = scene.boxes[rng.below(len(scene.boxes))]
+            center = center_of(box)
+        rescales = param.HasField("min_scale") or param.HasField("low_scale_ratio")
+        factors = (1.0, 1.0)
+        if rescales and rng.uniform(0, 1) < param.multiscale_prob:
+            factors = random_factors(param, box, rng)
+        return place(scene, factors, center, canvas, rng)
+
+
 def random_factors(param: caffe_pb2.DetectionDataParameter, box: Floats | None, rng: SampleRng) -> tuple[float, float]:
     """Return random factors of width and height, uniform in the logarithm; `box` is an object, None: there is none."""
     low, high = param.low_scale_ratio, param.high_scale_ratio
@@ -448,7 +452,7 @@ def random_factors(param: caffe_pb2.DetectionDataParameter, box: Floats | None, 
 
 
 @register_layer("EvalData")
-class EvalDataLayer(ObjectWindowLayer):
+class EvalDataLayer(PrefetchingLayer):
     """The images of a window file in order, with their objects (Cascade R-CNN's `eval_data_layer.cpp`).
 
     Tops: images (N, 3, H, W); the objects of the batch (G, 8, 1, 1) as DetectionData's; optionally the heights and
@@ -462,8 +466,6 @@ class EvalDataLayer(ObjectWindowLayer):
     """
 
     tops = (2, 3)
-    parameter, no_object = "eval_data_param", _NO_OBJECT
-    alone = 1
 
     @classmethod
     def told_size(cls, layer: caffe_pb2.LayerParameter, nvidia: bool) -> tuple[int, int, str] | None:
@@ -478,6 +480,9 @@ class EvalDataLayer(ObjectWindowLayer):
     def object_list(cls, layer: caffe_pb2.LayerParameter, shapes: Mapping[str, Sequence[int]]) -> int | None:
         return 1
 
+    def batch_size(self) -> int:
+        return self.param.eval_data_param.batch_size
+
     def open(self) -> tuple[Source, list[tuple[int, ...]]]:
         param = self.param.eval_data_param
         for first, second in (("resize_width", "resize_height"), ("short_size", "long_size")):
@@ -487,21 +492,25 @@ class EvalDataLayer(ObjectWindowLayer):
                 raise self.error(f"needs {first} and {second}, above 0, or neither")
         if not param.HasField("resize_width") and param.batch_size != 1:
             raise self.error("its images have different sizes; set batch_size: 1, or resize_width and resize_height")
-        size = eval_size(param, self.open_windows(self.param.transform_param.scale, True)[0].size)
+        self._normaliser = read_normaliser(self, self.param.transform_param.scale)
+        self._windows = open_object_windows(self, param.source, param.root_folder, True)
+        size = eval_size(param, self._windows.entries[0].size)
         shapes: list[tuple[int, ...]] = [(3, *size), (COLUMNS, 1, 1), (2, 1, 1)]
-        return self.windows, shapes[: len(self.param.top)]
+        return self._windows, shapes[: len(self.param.top)]
 
-    def filler(self, first: int, count: int, batch: Batch, key: tuple[int, int]) -> Fill:
-        def fill(index: int, number: int, rng: SampleRng) -> Floats:
-            entry, scene = self.windows.entries[number], self.windows.scene(number, self.context.nvidia)
-            scene = scene.resized(*eval_size(self.settings, scene.size))
-            check_shape((count, 3, *scene.size), self.where)
-            self._normaliser.put(scene.pixels, batch.array(0, (count, 3, *scene.size))[index])
-            if len(batch.arrays) > 2:
-                batch.array(2, (count, 2, 1, 1))[index] = np.array(scene.size, _f32).reshape(2, 1, 1)
-            return object_rows(index, scene.boxes, entry.labels, entry.flags[:, 0], entry.flags[:, 1])
+    def batch_shape(self, index: int, sample_shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (1, *sample_shape) if index == 1 else super().batch_shape(index, sample_shape)
 
-        return fill
+    def make_loader(self) -> DescribingLoader:
+        source = self._windows
+        return SampleLoader(self.where, self._make_tops, source.name, Sampler(len(source)), objects=(1, _NO_OBJECT))
+
+    def _make_tops(self, number: int, _: int) -> list[Floats]:
+        """Return an image, the rows of its objects, and its height and width."""
+        entry, scene = self._windows.entries[number], self._windows.scene(number, self.context.nvidia)
+        scene = scene.resized(*eval_size(self.param.eval_data_param, scene.size))
+        rows = object_rows(scene.boxes, entry.labels, entry.flags[:, 0], entry.flags[:, 1])
+        return [self._normaliser.apply(scene.pixels), rows, np.array(scene.size, _f32).reshape(2, 1, 1)]
 
 
 def eval_size(param: caffe_pb2.EvalDataParameter, size: tuple[int, int]) -> tuple[int, int]:
@@ -519,6 +528,7 @@ def eval_size(param: caffe_pb2.EvalDataParameter, size: tuple[int, int]) -> tupl
 
 # -- ImageGtData ---------------------------------------------------------------------------------------
 
+_COLUMNS = 7
 _IGNORED_OBJECT = (0, 1, 1, 2, 2, 1, 1)
 """The row of a batch without objects."""
 _IGNORED, _PICKUP = 0.4, 0.2
@@ -545,7 +555,7 @@ class ImageGtDataLayer(AnchorLabelsLayer):
     """
 
     tops = (2, None)
-    parameter, stride_field, no_object = "image_gt_data_param", "downsample_rate", _IGNORED_OBJECT
+    parameter, stride_field, columns = "image_gt_data_param", "downsample_rate", _COLUMNS
 
     @classmethod
     def told_size(cls, layer: caffe_pb2.LayerParameter, nvidia: bool) -> tuple[int, int, str] | None:
@@ -553,56 +563,27 @@ class ImageGtDataLayer(AnchorLabelsLayer):
         return None if size is None else (*size, "crop_height and crop_width or resize_height and resize_width")
 
     def open(self) -> tuple[Source, list[tuple[int, ...]]]:
-        param, self._maps = self.settings, self.read_maps()
+        param = self.param.image_gt_data_param
+        maps = self.read_maps()
+        normaliser = read_normaliser(self, param.scale * self.param.transform_param.scale)
         if param.do_multiple_scale and not 0 < param.min_scale <= param.max_scale:
             raise self.error("do_multiple_scale needs min_scale and max_scale, above 0 in ascending order")
-        entries = self.open_windows(param.scale * self.param.transform_param.scale, False)
-        self._size = crop_size(param) or entries[-1].size
-        return self.windows, self.sample_shapes(self._maps, *self._size)
+        self._windows = open_object_windows(self, param.source, param.root_folder, False)
+        height, width = crop_size(param) or self._windows.entries[-1].size
+        mirror, nvidia = self.param.transform_param.mirror, self.context.nvidia
+        self._settings = AnchorSettings(param, maps, (height, width), normaliser, mirror, nvidia)
+        return self._windows, self.sample_shapes(maps, height, width)
 
-    def order(self, seed: int, stream: int) -> Sampler:
-        param, entries = self.settings, self.windows.entries
-        times = [param.fg_img_multiple if not entry.flags[:, 0].all() else 1 for entry in entries]
-        self._repeated = np.repeat(np.arange(len(entries)), times)
-        if not len(self._repeated):
-            what = self.windows.description
-            raise DataError(f"{self.where}: fg_img_multiple is 0, and each image of {what} has an object")
-        return Sampler(len(self._repeated), 0, param.shuffle, seed, stream)
-
-    def image_of(self, record: int) -> int:
-        return int(self._repeated[record])
-
-    def filler(self, first: int, count: int, batch: Batch, key: tuple[int, int]) -> Fill:
-        images = batch.array(0, (count, 3, *self._size))
-        labels = [batch.array(1 + i, (count, CHANNELS, *m.shape(*self._size))) for i, m in enumerate(self._maps)]
-
-        def fill(index: int, number: int, rng: SampleRng) -> Floats:
-            truth = self._put(number, rng, images[index], [one[index] for one in labels])
-            return object_rows(index, truth.boxes, truth.labels, truth.ignored)
-
-        return fill
-
-    def _put(self, number: int, rng: SampleRng, image: Floats, labels: list[Floats]) -> Truth:
-        """Write one image and its labels, and return its objects."""
-        entry, param, size = self.windows.entries[number], self.settings, self._size
-        scene = self.windows.scene(number, self.context.nvidia)
-        if self.param.transform_param.mirror and rng.below(2):
-            scene = scene.mirrored()
-        if param.HasField("resize_width") and param.HasField("resize_height"):
-            scene = scene.resized(param.resize_height, param.resize_width)
-        factors, center = (1.0, 1.0), random_center(scene.size, size, rng)
-        if len(scene.boxes):
-            box = scene.boxes[rng.below(len(scene.boxes))]
-            center = center_of(box)
-            if param.do_multiple_scale and rng.below(2):
-                factors = factors_of_scales(param, box, rng)
-        placed = place(scene, factors, center, size, rng)
-        placed.put(self._normaliser, image)
-        boxes = placed.scene.boxes
-        small = is_outside(boxes, (param.min_gt_width, param.min_gt_height), size)
-        truth = Truth(entry.labels, boxes, entry.flags[:, 0] | small)
-        label_anchors(self._maps, Matching(EXACT, param.fg_threshold, _IGNORED, _PICKUP), truth, placed, labels)
-        return truth
+    def make_loader(self) -> DescribingLoader:
+        stream = seeded_stream(self)
+        source, key, param = self._windows, (stream.seed, stream.stream), self.settings
+        times = [param.fg_img_multiple if not entry.flags[:, 0].all() else 1 for entry in source.entries]
+        images = np.repeat(np.arange(len(source)), times)
+        if not len(images):
+            raise DataError(f"{self.where}: fg_img_multiple is 0, and each image of {source.description} has an object")
+        order = Sampler(len(images), 0, param.shuffle, *key)
+        threads = self.threads(0)
+        return ImageGtLoader(source, self._settings, key, self.where, threads, order, _IGNORED_OBJECT, images)
 
 
 def crop_size(param: caffe_pb2.ImageGtDataParameter) -> tuple[int, int] | None:
@@ -611,6 +592,35 @@ def crop_size(param: caffe_pb2.ImageGtDataParameter) -> tuple[int, int] | None:
         if all(sides):
             return sides
     return None
+
+
+class ImageGtLoader(AnchorLoader):
+    """Fills batches of ImageGtData."""
+
+    def _tops(self, record: int, sample: int) -> list[Floats]:
+        """Return an image, its labels, and the rows of its objects."""
+        number, rng, settings = self.image_of(record), SampleRng(*self._key, sample), self._settings
+        entry = self.source.entries[number]
+        param = settings.param
+        scene = self.source.scene(number, settings.nvidia)
+        if settings.mirror and rng.below(2):
+            scene = scene.mirrored()
+        if param.HasField("resize_width") and param.HasField("resize_height"):
+            scene = scene.resized(param.resize_height, param.resize_width)
+        factors, center = (1.0, 1.0), random_center(scene.size, settings.size, rng)
+        if len(scene.boxes):
+            box = scene.boxes[rng.below(len(scene.boxes))]
+            center = center_of(box)
+            if param.do_multiple_scale and rng.below(2):
+                factors = factors_of_scales(param, box, rng)
+        placed = place(scene, factors, center, settings.size, rng)
+        boxes = placed.scene.boxes
+        small = is_outside(boxes, (param.min_gt_width, param.min_gt_height), settings.size)
+        truth = Truth(entry.labels, boxes, entry.flags[:, 0] | small)
+        matching = Matching(EXACT, param.fg_threshold, _IGNORED, _PICKUP)
+        labels = label_anchors(settings.maps, matching, truth, placed, settings.size)
+        rows = object_rows(truth.boxes, truth.labels, truth.ignored)
+        return [placed.image(settings.normaliser, settings.size), *labels, rows]
 
 
 def factors_of_scales(param: caffe_pb2.ImageGtDataParameter, box: Floats, rng: SampleRng) -> tuple[float, float]:

@@ -19,19 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.data.boxes import EXACT, Boxes, overlaps
-from caffepy.data.datum import MAX_PIXELS, decode_image, opencv
+from caffepy.data.images import MAX_PIXELS, Pixels, decode_image, read_file, resize, rounded, to_pixels
 from caffepy.data.random import SampleRng
 from caffepy.data.sources.databases import hash_of
 from caffepy.data.transform import check_transform
-from caffepy.data.transforms.pixels import Pixels, resize, rounded, to_pixels
 from caffepy.errors import DataError
 from caffepy.layers.layer import Layer
-from caffepy.utils.files import read_list, read_regular
+from caffepy.utils.files import read_list
 
 Floats = NDArray[np.float32]
 _f32 = np.float32
 _MAX_LIST_BYTES = 1 << 30
-_MAX_IMAGE_BYTES = 1 << 28
 _MAX_COORDINATE = 1 << 24
 """In pixels: float32 represents all integers up to it."""
 _CROP_FIRST, _MARGIN = 1.5, 1.2
@@ -81,10 +79,7 @@ class ObjectWindowSource:
         self.channels = 3
         self.entries: list[Entry] = []
         self._columns = 7 if difficult else 6
-        try:
-            text = read_list(path, _MAX_LIST_BYTES)
-        except OSError as error:
-            raise DataError(f"{self.description} cannot be read: {error.strerror}") from error
+        text = read_list(path, _MAX_LIST_BYTES, self.description)
         self._read(iter(text.split()), root_folder)
         if not self.entries:
             raise DataError(f"{self.description} names no images")
@@ -135,15 +130,12 @@ class ObjectWindowSource:
             DataError: it cannot be read. The message follows the image's name.
         """
         entry = self.entries[number]
-        try:
-            data = read_regular(entry.path, _MAX_IMAGE_BYTES)
-        except OSError as error:
-            raise DataError(f"cannot be read: {error.strerror}; see root_folder") from error
-        return Scene(to_pixels(decode_image(data, True, nvidia=nvidia)), entry.boxes, entry.ignored)
+        pixels = to_pixels(decode_image(read_file(entry.path, "; see root_folder"), True, nvidia=nvidia))
+        return Scene(pixels, entry.boxes, entry.ignored)
 
-    def record_name(self, number: int) -> str:
+    def name(self, number: int) -> str:
         """Return the name of an image for messages."""
-        return f"image {number} ('{self.entries[number].path}')"
+        return f"image {number} ('{self.entries[number].path}') of {self.description}"
 
     def fingerprint(self) -> dict[str, str]:
         return {"the number of images": str(len(self)), "the hash of the window file": self._hash}
@@ -176,7 +168,7 @@ def open_object_windows(layer: Layer, source: str, root_folder: str, difficult: 
 
 @dataclass(frozen=True)
 class Normaliser:
-    """Writes pixels to a batch: (pixel - mean) * scale.
+    """(pixel - mean) * scale.
 
     Args:
         mean: one value for each channel.
@@ -186,9 +178,9 @@ class Normaliser:
     mean: Floats
     scale: float
 
-    def put(self, pixels: Pixels, out: Floats) -> None:
-        """Write pixels (H, W, 3) to an array (3, H, W)."""
-        out[...] = (pixels.astype(_f32) - self.mean).transpose(2, 0, 1) * _f32(self.scale)
+    def apply(self, pixels: Pixels) -> Floats:
+        """Return the values (3, H, W) of pixels (H, W, 3)."""
+        return np.asarray((pixels.astype(_f32) - self.mean).transpose(2, 0, 1) * _f32(self.scale))
 
 
 def read_normaliser(layer: Layer, scale: float) -> Normaliser:
@@ -247,7 +239,7 @@ class Scene:
 def _resized(pixels: Pixels, height: int, width: int) -> Pixels:
     if height * width > MAX_PIXELS:
         raise DataError(f"would be resized to {height} x {width}; the limit is {MAX_PIXELS} pixels")
-    return resize(pixels, height, width, opencv().INTER_LINEAR)
+    return resize(pixels, height, width)
 
 
 @dataclass(frozen=True)
@@ -264,11 +256,11 @@ class Placed:
     left: int
     top: int
 
-    def put(self, normaliser: Normaliser, out: Floats) -> None:
-        """Write the image to an array (3, H, W); the rest is 0."""
-        height, width = self.scene.size
-        out[...] = 0
-        normaliser.put(self.scene.pixels, out[:, self.top : self.top + height, self.left : self.left + width])
+    def image(self, normaliser: Normaliser, canvas: tuple[int, int]) -> Floats:
+        """Return the canvas (3, H, W) with the image; the rest is 0."""
+        (height, width), out = self.scene.size, np.zeros((3, *canvas), _f32)
+        out[:, self.top : self.top + height, self.left : self.left + width] = normaliser.apply(self.scene.pixels)
+        return out
 
 
 def place(
@@ -401,12 +393,15 @@ def is_outside(boxes: Floats, least: tuple[float, float], canvas: tuple[int, int
     return outside[:, 0] | outside[:, 1]
 
 
-def label_anchors(maps: list[LabelMap], matching: Matching, truth: Truth, placed: Placed, outs: list[Floats]) -> None:
-    """Write the maps (6, rows, columns) of one image.
+def label_anchors(
+    maps: list[LabelMap], matching: Matching, truth: Truth, placed: Placed, canvas: tuple[int, int]
+) -> list[Floats]:
+    """Return the maps (6, rows, columns) of one image on a canvas of this height and width.
 
     Anchors outside the image, and those to ignore, have label 0 and overlap 1: neither object nor background. An anchor
     that matches an ignored object has label 0 and its overlap.
     """
+    outs = [np.empty((CHANNELS, *one.shape(*canvas)), _f32) for one in maps]
     extra = _f32(0 if matching.kind == EXACT else 1)
     objects = _boxes(truth.boxes, matching.kind)
     ignored = _boxes(placed.scene.ignored, matching.kind)
@@ -443,6 +438,7 @@ def label_anchors(maps: list[LabelMap], matching: Matching, truth: Truth, placed
                 sides[number],
                 None if matching.kind == EXACT else best[number],
             )
+    return outs
 
 
 def _boxes(corners: Floats, kind: int) -> Boxes:

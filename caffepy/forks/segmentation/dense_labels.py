@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.data import random
-from caffepy.data.datum import decode_image, opencv
-from caffepy.data.prefetch import Batch
+from caffepy.data.images import NEAREST, read_image, resize, sides, to_pixels
 from caffepy.data.random import SampleRng
-from caffepy.data.sampler import RecordLoader, Sampler
+from caffepy.data.sampler import SampleLoader, Sampler
 from caffepy.data.sources.databases import hash_of
-from caffepy.data.sources.image_list import MAX_IMAGE_BYTES, list_lines
-from caffepy.data.transform import DataTransformer
-from caffepy.data.transforms.pixels import resize
+from caffepy.data.sources.image_list import list_lines
+from caffepy.data.transform import DataTransformer, both_sides
 from caffepy.errors import DataError
-from caffepy.formats.blobs import check_shape
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
 from caffepy.layers.layer import register_layer
-from caffepy.utils.files import read_regular
 from caffepy.utils.options import whole
 
 Size = tuple[int, int]
@@ -66,9 +62,8 @@ class Pair:
         """Return the image resized bilinearly and the labels by nearest neighbour."""
         if size == self.size:
             return self
-        cv2 = opencv()
-        labels = resize(np.ascontiguousarray(self.labels), *size, cv2.INTER_NEAREST)[:, :, 0]
-        return Pair(resize(np.ascontiguousarray(self.pixels), *size, cv2.INTER_LINEAR), labels)
+        labels = resize(np.ascontiguousarray(self.labels), *size, NEAREST)[:, :, 0]
+        return Pair(resize(np.ascontiguousarray(self.pixels), *size), labels)
 
 
 class LabelMapLayer(PrefetchingLayer):
@@ -81,13 +76,16 @@ class LabelMapLayer(PrefetchingLayer):
 
     tops = (2, 2)
 
-    @abstractmethod
-    def list_of_files(self) -> tuple[str, str]:
-        """Return the list's file and the prefix of names."""
+    parameter: ClassVar[str] = "image_data_param"
+    """The layer's message in the prototxt."""
 
-    @abstractmethod
-    def order_settings(self) -> tuple[int, bool]:
-        """Return rand_skip and shuffle."""
+    @property
+    def settings(self) -> Any:
+        """The layer's message in the prototxt."""
+        return getattr(self.param, self.parameter)
+
+    def batch_size(self) -> int:
+        return int(self.settings.batch_size)
 
     @abstractmethod
     def read(self, number: int) -> Pair:
@@ -103,39 +101,51 @@ class LabelMapLayer(PrefetchingLayer):
         Raises:
             ConfigError: they contradict each other.
         """
+        self._size = both_sides(self.settings.new_height, self.settings.new_width, self.where)
 
     needs_labels = True
     """Whether each line has a second word."""
 
     def open(self) -> tuple[Source, list[tuple[int, ...]]]:
         self.check()
-        context, (source, root) = self.context, self.list_of_files()
+        context, param = self.context, self.settings
         self._transformer = DataTransformer(
             self.param.transform_param, context.phase, context.resolve, self.where, context.nvidia
         )
-        self.files = PairList(context.resolve(source), root, self.needs_labels)
-        skip, _ = self.order_settings()
-        if skip > len(self.files):
-            raise self.error(f"rand_skip {skip} is more than the {len(self.files)} images of '{source}'")
-        loader = self._loader_of(0, 0)
-        try:
-            shapes = loader.sample_shapes()
-        finally:
-            loader.close()
-        return self.files, list(shapes[: len(self.param.top)])
+        self.files = PairList(context.resolve(param.source), self.root_folder(), self.needs_labels)
+        if self._rand_skip > len(self.files):
+            raise self.error(
+                f"rand_skip {self._rand_skip} is more than the {len(self.files)} images of '{param.source}'"
+            )
+        first = self._loader_of(0, 0).sample(0, 0)
+        return self.files, [part.shape for part in first[: len(self.param.top)]]
+
+    def root_folder(self) -> str:
+        """Return what is put in front of the files' names."""
+        return str(self.settings.root_folder)
+
+    @property
+    def _rand_skip(self) -> int:
+        return getattr(self.settings, "rand_skip", 0)
 
     def make_loader(self) -> DescribingLoader:
         stream = self.random_stream()
         return self._loader_of(stream.seed, stream.stream)
 
-    def _loader_of(self, seed: int, stream: int) -> PairLoader:
-        skip, shuffle = self.order_settings()
-        order = Sampler(len(self.files), random.rand_skip_count(seed, stream, skip), shuffle, seed, stream)
+    def _loader_of(self, seed: int, stream: int) -> SampleLoader:
+        skip = random.rand_skip_count(seed, stream, self._rand_skip)
+        order = Sampler(len(self.files), skip, self.settings.shuffle, seed, stream)
         key = (self._transformer.seed(seed), stream)
-        return PairLoader(self.files, order, self._make_sample, key, self.where, self.threads(0))
+        return SampleLoader(
+            self.where,
+            lambda record, sample: self._make_sample(record, SampleRng(*key, sample)),
+            self.files.name,
+            order,
+            self.threads(0),
+        )
 
-    def _make_sample(self, number: int, rng: SampleRng) -> tuple[NDArray[np.float32], NDArray[np.float32], Size]:
-        """Return the first two tops of one sample, and the image's size before the augmentation."""
+    def _make_sample(self, number: int, rng: SampleRng) -> list[NDArray[np.float32]]:
+        """Return image and labels, and the image's height and width before the augmentation, at most the image's."""
         whole = self.read(number)
         transformer = self._transformer
         pair = whole
@@ -148,7 +158,8 @@ class LabelMapLayer(PrefetchingLayer):
             image -= transformer.mean((image.shape[0], *pair.size))
         if transformer.scale != 1:
             image *= transformer.scale
-        return image, pair.labels[None].astype(np.float32), whole.size
+        size = np.minimum(whole.size, image.shape[1:]).astype(np.float32).reshape(1, 1, 2)
+        return [image, pair.labels[None].astype(np.float32), size]
 
     # -- for subclasses --------------------------------------------------------------------------------
 
@@ -158,28 +169,18 @@ class LabelMapLayer(PrefetchingLayer):
         labels = self.files.image(number, 1, False)
         if size is not None:
             small = (size[0] // factor, size[1] // factor)
-            labels = resize(labels, *small, opencv().INTER_NEAREST)
+            labels = resize(labels, *small, NEAREST)
         wanted = (pixels.shape[0] // factor, pixels.shape[1] // factor)
         if labels.shape[:2] != wanted:
             raise DataError(
-                f"has {_by(labels.shape[:2])} labels for {_by(wanted)} pixels; both images must have one size"
+                f"has {sides(labels.shape[:2])} labels for {sides(wanted)} pixels; both images must have one size"
             )
         return Pair(pixels, labels[:, :, 0])
 
     def decoded_image(self, number: int, color: bool, size: Size | None) -> NDArray[np.generic]:
         """Return a line's image (H, W, C), resized."""
         pixels = self.files.image(number, 0, color)
-        return pixels if size is None else resize(pixels, *size, opencv().INTER_LINEAR)
-
-    def both(self, first: int, second: int, names: str) -> Size | None:
-        """Return two sizes, or None if both are 0.
-
-        Raises:
-            ConfigError: only one of them is set.
-        """
-        if bool(first) != bool(second):
-            raise self.error(f"{names} must be set together")
-        return (first, second) if first else None
+        return pixels if size is None else resize(pixels, *size)
 
     def crop_and_mirror(
         self, pair: Pair, rng: SampleRng, size: Size | None, mirror: bool, at_random: bool = True
@@ -195,7 +196,7 @@ class LabelMapLayer(PrefetchingLayer):
             return pair
         free = tuple(have - want for have, want in zip(pair.size, size, strict=True))
         if min(free) < 0:
-            raise DataError(f"is {_by(pair.size)}, smaller than the crop, {_by(size)}")
+            raise DataError(f"is {sides(pair.size)}, smaller than the crop, {sides(size)}")
         top, left = (rng.below(f + 1) for f in free) if at_random else (f // 2 for f in free)
         return pair.cropped(size, top, left)
 
@@ -215,25 +216,16 @@ class DenseImageDataLayer(LabelMapLayer):
         DataError: the list or an image cannot be read, or an image and its labels differ in size.
     """
 
-    def batch_size(self) -> int:
-        return self.param.dense_image_data_param.batch_size
+    parameter = "dense_image_data_param"
 
     def check(self) -> None:
+        super().check()
         param, transform = self.param.dense_image_data_param, self.param.transform_param
-        self._size = self.both(param.new_height, param.new_width, "new_height and new_width")
-        self._crop = self.both(param.crop_height, param.crop_width, "crop_height and crop_width")
+        self._crop = both_sides(param.crop_height, param.crop_width, self.where, "crop_height and crop_width")
         if transform.mirror or transform.crop_size:
             raise self.error("give mirror and the crop in dense_image_data_param, which moves the labels as well")
         if param.label_divide_factor < 1 or (param.label_divide_factor > 1 and self._crop):
             raise self.error("label_divide_factor must be at least 1, and 1 with a crop")
-
-    def list_of_files(self) -> tuple[str, str]:
-        param = self.param.dense_image_data_param
-        return param.source, param.root_folder
-
-    def order_settings(self) -> tuple[int, bool]:
-        param = self.param.dense_image_data_param
-        return param.rand_skip, param.shuffle
 
     def read(self, number: int) -> Pair:
         param = self.param.dense_image_data_param
@@ -243,27 +235,8 @@ class DenseImageDataLayer(LabelMapLayer):
         return self.crop_and_mirror(pair, rng, self._crop, self.param.dense_image_data_param.mirror)
 
 
-class _ImageDataPairs(LabelMapLayer):
-    """A layer with the settings of `image_data_param`."""
-
-    def batch_size(self) -> int:
-        return self.param.image_data_param.batch_size
-
-    def check(self) -> None:
-        param = self.param.image_data_param
-        self._size = self.both(param.new_height, param.new_width, "new_height and new_width")
-
-    def list_of_files(self) -> tuple[str, str]:
-        param = self.param.image_data_param
-        return param.source, param.root_folder
-
-    def order_settings(self) -> tuple[int, bool]:
-        param = self.param.image_data_param
-        return param.rand_skip, param.shuffle
-
-
 @register_layer("ImageSegData")
-class ImageSegDataLayer(_ImageDataPairs):
+class ImageSegDataLayer(LabelMapLayer):
     """Images and labels of their pixels (`image_seg_data_layer.cpp` of DeepLab and PSPNet).
 
     `label_type` says what a line of `source` has behind the image's name: PIXEL the name of a gray image of labels,
@@ -300,7 +273,7 @@ class ImageSegDataLayer(_ImageDataPairs):
             raise self.error("has no mean_file, because images differ in size; give mean_value")
         if param.crop_size and (param.crop_height or param.crop_width):
             raise self.error("transform_param has both crop_size and crop_height or crop_width; keep one kind")
-        self._crop = self.both(param.crop_height, param.crop_width, "crop_height and crop_width")
+        self._crop = both_sides(param.crop_height, param.crop_width, self.where, "crop_height and crop_width")
         if param.crop_size:
             self._crop = (param.crop_size, param.crop_size)
         if any(not factor > 0 for factor in param.scale_factors):
@@ -345,7 +318,7 @@ class ImageSegDataLayer(_ImageDataPairs):
 
 
 @register_layer("ImageLabelmapData")
-class ImageLabelmapDataLayer(_ImageDataPairs):
+class ImageLabelmapDataLayer(LabelMapLayer):
     """Images and maps of edges (`image_labelmap_data_layer.cpp` of HED and RCF).
 
     Each line of `source` has the names of an image and of a gray image. Labels are gray / 255, and 1 above 0.5. Both
@@ -359,9 +332,8 @@ class ImageLabelmapDataLayer(_ImageDataPairs):
     def read(self, number: int) -> Pair:
         pair = self.decoded(number, self.param.image_data_param.is_color, None)
         if self._size is not None:
-            linear = opencv().INTER_LINEAR
-            labels = resize(np.ascontiguousarray(pair.labels), *self._size, linear)[:, :, 0]
-            pair = Pair(resize(np.ascontiguousarray(pair.pixels), *self._size, linear), labels)
+            labels = resize(np.ascontiguousarray(pair.labels), *self._size)[:, :, 0]
+            pair = Pair(resize(np.ascontiguousarray(pair.pixels), *self._size), labels)
         labels = pair.labels.astype(np.float32) / np.float32(255)
         return replace(pair, labels=np.where(labels > EDGE, np.float32(1), labels))
 
@@ -386,8 +358,13 @@ class SegDataLayer(LabelMapLayer):
         DataError: the list or an image cannot be read, or an image and its labels differ in size.
     """
 
+    parameter = "seg_data_param"
+
     def batch_size(self) -> int:
         return 1
+
+    def root_folder(self) -> str:
+        return self.param.seg_data_param.root_dir
 
     def check(self) -> None:
         param = self.param.transform_param
@@ -398,13 +375,6 @@ class SegDataLayer(LabelMapLayer):
             raise self.error(f"stride of transform_param is {param.stride}; it must be at least 1")
         if param.HasField("mean_file"):
             raise self.error("has no mean_file, because images differ in size; give mean_value")
-
-    def list_of_files(self) -> tuple[str, str]:
-        param = self.param.seg_data_param
-        return param.source, param.root_dir
-
-    def order_settings(self) -> tuple[int, bool]:
-        return 0, self.param.seg_data_param.shuffle
 
     def read(self, number: int) -> Pair:
         return self.decoded(number, True, None)
@@ -430,12 +400,8 @@ class SegDataLayer(LabelMapLayer):
         elif param.HasField("upper_height") and param.HasField("upper_width"):
             crop = (min(crop[0], param.upper_height), min(crop[1], param.upper_width))
         if min(crop) < 1:
-            raise DataError(f"is {_by(pair.size)}, smaller than stride {param.stride}")
+            raise DataError(f"is {sides(pair.size)}, smaller than stride {param.stride}")
         return self.crop_and_mirror(pair, rng, (crop[0], crop[1]), param.mirror)
-
-
-def _by(sizes: Sequence[int]) -> str:
-    return " x ".join(map(str, sizes))
 
 
 # -- files and batches -----------------------------------------------------------------------------------
@@ -476,14 +442,13 @@ class PairList:
         """
         name = self._root + self.names[number][which]
         try:
-            data = read_regular(name, MAX_IMAGE_BYTES)
-        except OSError as error:
-            raise DataError(f"names '{name}', which cannot be read: {error.strerror}") from error
-        return np.ascontiguousarray(decode_image(data, color, not color).transpose(1, 2, 0))
+            return to_pixels(read_image(name, color, not color))
+        except DataError as error:
+            raise DataError(f"names '{name}', which {error}") from error
 
-    def record_name(self, number: int) -> str:
+    def name(self, number: int) -> str:
         """Return a line's name for messages."""
-        return f"record {number} ('{self.names[number][0]}')"
+        return f"record {number} ('{self.names[number][0]}') of {self.description}"
 
     def fingerprint(self) -> dict[str, str]:
         names = "\n".join(" ".join(pair) for pair in self.names)
@@ -491,72 +456,3 @@ class PairList:
 
     def close(self) -> None:
         """Do nothing: no file is open between reads."""
-
-
-Make = Callable[[int, SampleRng], "tuple[NDArray[np.float32], NDArray[np.float32], Size]"]
-
-
-class PairLoader(RecordLoader):
-    """Fills batches with images and labels; a `Loader`.
-
-    Args:
-        source: the list.
-        order: of reading.
-        make: returns one sample's image, labels and size, given a line's number and the sample's random numbers.
-        key: seed and stream of the random numbers.
-        where: the layer, for messages.
-        threads: that read and decode.
-    """
-
-    def __init__(
-        self, source: PairList, order: Sampler, make: Make, key: tuple[int, int], where: str, threads: int
-    ) -> None:
-        super().__init__(source, order, where, threads)
-        self._make, self._key = make, key
-
-    @property
-    def reading(self) -> str:
-        return f"{self.source.record_name(self._record)} of {self.source.description}"
-
-    def describe(self, sample: int) -> str:
-        return f"{self.source.record_name(self.record_of(sample))} of {self.source.description}"
-
-    def sample_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of the first line's tops."""
-        image, labels, _ = self._sample(0, 0)
-        return image.shape, labels.shape, (1, 1, 2)
-
-    def _sample(self, number: int, sample: int) -> tuple[NDArray[np.float32], NDArray[np.float32], Size]:
-        with self.reads(number):
-            return self._make(number, SampleRng(*self._key, sample))
-
-    def load(self, first: int, count: int, batch: Batch) -> None:
-        """Fill `batch` with the global samples [first, first + count).
-
-        Raises:
-            DataError: a line's images cannot be read, or differ in size from the batch's first.
-        """
-        records = self.records(first, count).tolist()
-        arrays: list[NDArray[np.float32]] = []
-
-        def fill(index: int) -> None:
-            image, labels, size = self._sample(records[index], first + index)
-            if not arrays:
-                check_shape((count, *image.shape), self.where)
-                arrays.append(batch.array(0, (count, *image.shape)))
-                arrays.append(batch.array(1, (count, *labels.shape)))
-                if len(batch.arrays) > 2:
-                    arrays.append(batch.array(2, (count, 1, 1, 2)))
-            if image.shape != arrays[0].shape[1:] or labels.shape != arrays[1].shape[1:]:
-                made, others = _by(image.shape), _by(arrays[0].shape[1:])
-                with self.reads(records[index]):
-                    raise DataError(
-                        f"makes {made}, but others of its batch make {others}; set a crop or a new size, or "
-                        "batch_size: 1"
-                    )
-            arrays[0][index], arrays[1][index] = image, labels
-            if len(arrays) > 2:
-                arrays[2][index] = [min(size[0], image.shape[1]), min(size[1], image.shape[2])]
-
-        fill(0)  # sets the shapes
-        self._workers.run(fill, range(1, count))

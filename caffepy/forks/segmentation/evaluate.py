@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from caffepy.backend import Array, Each, Scalar, expression
 from caffepy.backend.formulas import identity, product, ratio_or_zero
-from caffepy.data.datum import opencv
+from caffepy.data.images import resize
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.host import HostLayer
 from caffepy.layers.layer import Blobs, Layer, LayerContext, LayoutAdapter, register_layer
@@ -186,7 +186,7 @@ class SegmentationEvaluateLayer(HostLayer):
         resized = predicted.shape != mask.shape
         if resized:
             image = np.nan_to_num(predicted * np.float32(_BYTE)).astype(np.int64).astype(np.uint8)
-            found = opencv().resize(image, mask.shape[::-1]) > int(threshold * _BYTE)
+            found = resize(image, mask.shape[0], mask.shape[1], ipp=True)[:, :, 0] > int(threshold * _BYTE)
         else:
             found = predicted > np.float32(threshold)
         wanted = mask > np.float32(threshold)

@@ -13,7 +13,7 @@ from caffepy.errors import DataError
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
 from caffepy.layers.input.video_data import clip_loader
 from caffepy.layers.layer import register_layer
-from caffepy.utils.files import read_regular
+from caffepy.utils.files import read_data
 
 _MAX_BYTES = 1 << 31
 _HEADER = 20
@@ -26,10 +26,7 @@ def read_volume(path: str, as_bytes: bool) -> NDArray[np.generic]:
     Raises:
         DataError: it cannot be read, or its size is not that of its header.
     """
-    try:
-        content = read_regular(path, _MAX_BYTES)
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}") from error
+    content = read_data(path, _MAX_BYTES)
     shape = tuple(np.frombuffer(content[:_HEADER], "<i4").tolist()) if len(content) >= _HEADER else (0,)
     dtype = np.dtype(np.uint8 if as_bytes else "<f4")
     size = _HEADER + math.prod(shape) * dtype.itemsize
@@ -84,11 +81,11 @@ class VideoWithVoxelTruthDataLayer(PrefetchingLayer):
         context = self.context
         self._transform = ClipTransform(transform, context.phase, context.resolve, self.where)
         self._list = ClipList(context.resolve(param.source), numbered=False, labelled=False)
-        return self._list, [part.shape for part in self._loader_of(0, 0).sample(0)]
+        return self._list, self._loader_of(0, 0).first_shapes()
 
     def _loader_of(self, seed: int, stream: int) -> ClipLoader:
         param = self.param.image_data_param
-        return clip_loader(self, self._list, self, self._transform, param.shuffle, param.rand_skip, seed, stream)
+        return clip_loader(self, self._list, self.read, self._transform, param.shuffle, param.rand_skip, seed, stream)
 
     def make_loader(self) -> DescribingLoader:
         stream = self.random_stream()

@@ -9,13 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.backend.types import ByteImages
-from caffepy.data.datum import parse_datum, resize_image
+from caffepy.data.datum import parse_datum
+from caffepy.data.images import Image, resize_image
 from caffepy.data.loader import DatumLoader
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng
-from caffepy.data.transforms.pixels import Image
 from caffepy.errors import DataError
-from caffepy.formats.blobs import check_shape
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.input.images import DataLayer
 from caffepy.layers.input.prefetching import Source
@@ -110,21 +109,13 @@ class BoxLoader(DatumLoader):
         crop_params = self._transformer.draw_crops(self._seed, self._stream, samples)
         records = self._order.records_of(samples)
         labels = [np.empty((count, _CELL_VALUES * side * side), np.float32) for side in self._sides]
-        out: list[Floats] = []
 
         def fill(index: int) -> None:
             number = self._record = int(records[index])
             try:
                 image, objects = self._sample(number, first + index)
                 self._check_channels(image)
-                result = self._transformer.output_shape(image.shape)
-                if not out:
-                    check_shape((count, *result), self._where)
-                    out.append(batch.array(0, (count, *result)))
-                elif result != out[0].shape[1:]:
-                    size, first_size = (" x ".join(map(str, shape)) for shape in (result, out[0].shape[1:]))
-                    raise DataError(f"is {size}, but the first image of its batch {first_size}; set batch_size: 1")
-                self._transformer.apply(image, crop_params, index, out[0][index])
+                self._put(image, index, count, crop_params, batch)
                 for label, side in zip(labels, self._sides, strict=True):
                     label[index] = grid_label(objects, side)
             except DataError as error:

@@ -24,7 +24,7 @@ from caffepy.layers.detection.boxes import (
 from caffepy.layers.detection.suppression import sort_like_cpp, suppress_classes
 from caffepy.layers.host import HostLayer
 from caffepy.layers.layer import Blobs, Layer, LayerContext, host_threads, register_layer, warn
-from caffepy.utils.files import atomic_write, read_regular
+from caffepy.utils.files import atomic_write, read_data
 
 _LOC, _CONF, _PRIORS = range(3)
 COLUMNS = 7
@@ -185,10 +185,8 @@ def read_label_map(layer: Layer, name: str) -> dict[int, str]:
     """
     path = layer.context.resolve(name)
     label_map = caffe_pb2.LabelMap()
-    try:
-        text = decode_text(read_regular(path, _MAX_BYTES), f"label_map_file {path}")
-    except OSError as error:
-        raise layer.data_error(f"label_map_file {path} cannot be read: {error.strerror}") from error
+    content = read_data(path, _MAX_BYTES, f"{layer.where}: label_map_file {path}")
+    text = decode_text(content, f"label_map_file {path}")
     parse_text(text, label_map, f"label_map_file {path}")
     names: dict[int, str] = {}
     for item in label_map.item:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.backend.types import ByteImages
+from caffepy.data.images import Image, recompress, to_image, to_pixels, without_ipp
 from caffepy.data.loader import DatumLoader, Shape
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng, sample_rngs
@@ -36,10 +37,9 @@ from caffepy.data.transforms.boxes import (
     resize_annotations,
     sample_patch,
 )
+from caffepy.data.transforms.canvas import Canvas, canvas_part
 from caffepy.data.transforms.im_transforms import choose_resize, distort
-from caffepy.data.transforms.pixels import Canvas, Image, canvas_part, recompress, to_image, to_pixels, without_ipp
 from caffepy.errors import DataError
-from caffepy.formats.blobs import check_shape
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.input.images import DataLayer
 from caffepy.layers.input.prefetching import Source
@@ -266,7 +266,6 @@ class AnnotatedLoader(DatumLoader):
         records = self._order.records_of(samples)
         results: list[Annotations | None] = [None] * count
         labels = np.empty(count, np.float32)
-        out: list[NDArray[np.float32]] = []
         rngs = [self._rngs_of(samples, stage, blocks) for stage, blocks in ((0, self._word_blocks), (1, 16))]
 
         def fill(index: int) -> None:
@@ -282,7 +281,7 @@ class AnnotatedLoader(DatumLoader):
                 image, height, width = sample.image, *sample.image.shape[1:]
                 image = self._transformer.preprocess(image, rngs[1][index], sample.encoded, self._resize)
                 sample = replace(sample, image=image)
-                self._put(sample, index, count, crop_params, batch, out)
+                self._put(image, index, count, crop_params, batch)
                 results[index] = self._transform_boxes(sample, index, crop_params, height, width)
                 self.stages.add(TRANSFORMING, start)
             except DataError as error:
@@ -312,27 +311,6 @@ class AnnotatedLoader(DatumLoader):
     def _rng(self, sample: int, stage: int = 0) -> SampleRng:
         """Return random numbers: of a sample for colours and patch (stage 0), size and noise (1), of a batch (2)."""
         return SampleRng(self._transformer.seed(self._seed), self._stream ^ (stage << 31), sample)
-
-    def _put(
-        self,
-        sample: Sample,
-        index: int,
-        count: int,
-        crop_params: CropParams,
-        batch: Batch,
-        out: list[NDArray[np.float32]],
-    ) -> None:
-        """Transform the pixels into the batch. The first image determines the batch's shape."""
-        result = self._transformer.output_shape(sample.image.shape)
-        if not out:
-            check_shape((count, *result), self._where)
-            out.append(batch.array(0, (count, *result)))
-        elif result != out[0].shape[1:]:
-            size, first_size = (" x ".join(map(str, shape)) for shape in (result, out[0].shape[1:]))
-            raise DataError(
-                f"becomes {size}, but the first image of its batch {first_size}; set resize_param, or batch_size: 1"
-            )
-        self._transformer.apply(sample.image, crop_params, index, out[0][index])
 
     def _put_boxes(self, results: list[Annotations], batch: Batch) -> None:
         rows = np.concatenate([annotations.rows(item) for item, annotations in enumerate(results)])

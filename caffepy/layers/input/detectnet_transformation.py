@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.datum import opencv
+from caffepy.data.images import CUBIC, Pixels, call_opencv, cut, opencv, resize, rounded, to_pixels
 from caffepy.data.mean import read_mean
 from caffepy.data.random import SampleRng
-from caffepy.data.transforms.pixels import Pixels, call_opencv, rounded, to_pixels
 from caffepy.errors import DataError
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.layer import Blobs, Layer, register_layer
@@ -105,9 +104,7 @@ class DetectNetTransformationLayer(Layer):
     def _mean(self, size: tuple[int, int]) -> NDArray[np.float32]:
         if self._mean_file is None:
             return np.array(list(self.param.transform_param.mean_value) or [0], np.float32)
-        from caffepy.data.datum import opencv
-
-        return call_opencv("resize", to_pixels(self._mean_file), size[::-1], interpolation=opencv().INTER_CUBIC)
+        return resize(to_pixels(self._mean_file), *size, CUBIC)
 
     def _boxes(self, rows: NDArray[np.float32], index: int) -> NDArray[np.float32]:
         """Return the labels of one image."""
@@ -207,12 +204,12 @@ def augment_image(pixels: Pixels, augmentation: Augmentation, mean: Floats, outp
         pixels = pixels[:, ::-1]
     pixels = np.ascontiguousarray(pixels)
     if pixels.shape[:2] != augmentation.scale:
-        pixels = call_opencv("resize", pixels, augmentation.scale[::-1], interpolation=cv2.INTER_CUBIC)
+        pixels = resize(pixels, *augmentation.scale, CUBIC)
     if augmentation.rotates:
         size = rotated_size(pixels.shape[:2], augmentation.rotation)
         matrix, canvas = _rotation_matrix(pixels.shape[:2], augmentation.rotation), np.zeros((*size, 3), np.float32)
         pixels = call_opencv("warpAffine", pixels, matrix, size[::-1], canvas, cv2.INTER_LINEAR, cv2.BORDER_TRANSPARENT)
-    result: Pixels = _crop(pixels, augmentation.crop, output) * _f32(255)
+    result: Pixels = cut(pixels, *augmentation.crop, output) * _f32(255)
     return result
 
 
@@ -223,18 +220,6 @@ def _change_colors(pixels: Pixels, augmentation: Augmentation) -> Pixels:
     if augmentation.saturation < 1 - 1 / 255:
         hsv[:, :, 1] *= _f32(augmentation.saturation)
     return call_opencv("cvtColor", hsv, cv2.COLOR_HSV2BGR)
-
-
-def _crop(pixels: Pixels, crop: tuple[int, int], output: Size) -> Floats:
-    """Return the part of size `output` from `crop` on, with zeros outside of the image."""
-    result = np.zeros((*output, 3), np.float32)
-    begins = [max(start, 0) for start in crop]
-    ends = [min(start + side, size) for start, side, size in zip(crop, output, pixels.shape[:2], strict=True)]
-    if all(end > begin for begin, end in zip(begins, ends, strict=True)):
-        top, left = (begin - start for begin, start in zip(begins, crop, strict=True))
-        part = pixels[begins[0] : ends[0], begins[1] : ends[1]]
-        result[top : top + part.shape[0], left : left + part.shape[1]] = part
-    return result
 
 
 def augment_boxes(boxes: Floats, augmentation: Augmentation, size: Size) -> Floats:

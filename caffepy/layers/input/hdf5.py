@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import permutation
-from caffepy.data.sampler import RecordLoader, Sampler
+from caffepy.data.sampler import Sampler
 from caffepy.data.sources.databases import hash_of
 from caffepy.errors import DataError, RunError
 from caffepy.formats.blobs import MAX_ELEMENTS, check_shape, format_shape
@@ -93,9 +93,9 @@ class Hdf5Source:
                         f"'{path}' is an HDF5 file; hdf5_data_param.source must name a text file that lists HDF5 "
                         "files, one a line"
                     )
-            lines = read_list(path, _MAX_LIST_BYTES).split("\n")
         except OSError as error:
             raise DataError(f"{self.description} cannot be read: {error.strerror}") from error
+        lines = read_list(path, _MAX_LIST_BYTES, self.description).split("\n")
         names = [name for line in lines for name in line.split()]
         divided = any(len(line.split()) > 1 for line in lines)
         self._advice = f"; white space divides the names in '{path}', so a path cannot contain any" if divided else ""
@@ -201,7 +201,7 @@ class RowOrder(Sampler):
         return np.concatenate(parts)
 
 
-class Hdf5Loader(RecordLoader):
+class Hdf5Loader:
     """Fills batches with rows; a `Loader`.
 
     Args:
@@ -212,24 +212,34 @@ class Hdf5Loader(RecordLoader):
     """
 
     def __init__(self, source: Hdf5Source, shuffle: bool = False, seed: int = 0, stream: int = 0) -> None:
-        super().__init__(source, RowOrder(source.rows, shuffle, seed, stream))
+        self._source, self._order = source, RowOrder(source.rows, shuffle, seed, stream)
+        self._record = 0
 
     @property
     def reading(self) -> str:
-        return str(self.source.record_name(self._record))
+        return self._source.record_name(self._record)
 
     def describe(self, sample: int) -> str:
-        return str(self.source.record_name(self.record_of(sample)))
+        """Return the name of the row of a global sample, for messages. Thread-safe."""
+        return self._source.record_name(int(self._order.copy().records(sample, 1)[0]))
+
+    def close(self) -> None:
+        self._order.close()
+
+    def load_bytes(self, *_: object) -> int:
+        """Return 0: batches are float32."""
+        return 0
 
     def load(self, first: int, count: int, batch: Batch) -> None:
         """Fill `batch` with the rows of the global samples [first, first + count)."""
-        outs = [batch.array(i, (count, *shape)) for i, shape in enumerate(self.source.row_shapes)]
-        records = self.records(first, count)
-        files = np.searchsorted(self.source.ends, records, "right")
-        rows = records - self.source.ends[files] + np.array(self.source.rows)[files]
+        outs = [batch.array(i, (count, *shape)) for i, shape in enumerate(self._source.row_shapes)]
+        records = self._order.records(first, count)
+        self._order.prepare_next_epoch()
+        files = np.searchsorted(self._source.ends, records, "right")
+        rows = records - self._source.ends[files] + np.array(self._source.rows)[files]
         for begin, end in pairwise([0, *(np.flatnonzero(np.diff(files)) + 1).tolist(), count]):
             self._record = int(records[begin])
-            for out, array in zip(outs, self.source.arrays(int(files[begin])), strict=True):
+            for out, array in zip(outs, self._source.arrays(int(files[begin])), strict=True):
                 array.take(rows[begin:end], 0, out[begin:end], "clip")  # "raise" would copy twice
 
 

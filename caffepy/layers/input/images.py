@@ -18,7 +18,7 @@ from caffepy.data.prefetch import Loader
 from caffepy.data.sampler import Sampler
 from caffepy.data.sources.databases import LevelDbSource, LmdbSource, RecordSource, is_leveldb
 from caffepy.data.sources.image_list import ImageListSource
-from caffepy.data.transform import DataTransformer
+from caffepy.data.transform import DataTransformer, both_sides
 from caffepy.errors import DataError
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
@@ -200,8 +200,7 @@ class ImageDataLayer(ImagesLayer):
 
     def open(self) -> tuple[Source, list[tuple[int, ...]]]:
         param = self.param.image_data_param
-        if bool(param.new_height) != bool(param.new_width):
-            raise self.error("new_height and new_width must be set together")
+        self._size = both_sides(param.new_height, param.new_width, self.where)
         if param.new_dim and (param.new_height or param.short_side):
             raise self.error("give new_dim, short_side, or new_height and new_width; only one of them")
         self._transformer = self.make_transformer()
@@ -234,7 +233,6 @@ class ImageDataLayer(ImagesLayer):
         skip = random.rand_skip_count(seed, stream, param.rand_skip)
         total = len(self._list)
         order = Sampler(self._epoch_images(total), skip, param.shuffle, seed, stream, total)
-        size = (param.new_height, param.new_width) if param.new_height else None
         threads = self.threads(param.threads if param.HasField("threads") else 0)
         return ImageFileLoader(
             self._list,
@@ -245,7 +243,7 @@ class ImageDataLayer(ImagesLayer):
             self.where,
             threads,
             color=param.is_color,
-            size=size,
+            size=self._size,
             short_side=param.short_side,
             cache=self._cache,
             new_dim=param.new_dim,

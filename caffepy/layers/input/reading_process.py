@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from caffepy.backend import create_backend
 from caffepy.backend.types import ImageSlot
-from caffepy.data.datum import single_threaded_opencv
+from caffepy.data.images import single_threaded_opencv
 from caffepy.data.prefetch import Batch
 from caffepy.data.sharding import Shard
 from caffepy.data.workers import keep_freed_memory

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
-from threading import Lock
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,21 +14,17 @@ from caffepy.data.clips import (
     FrameClips,
     SegmentClips,
     SegmentTransform,
+    VideoSource,
     is_of_segments,
 )
-from caffepy.data.datum import as_channels_first, opencv
-from caffepy.data.prefetch import Batch
+from caffepy.data.images import Image
 from caffepy.data.random import SampleRng
 from caffepy.data.sampler import SampleLoader, Sampler
-from caffepy.data.sources.databases import hash_of
 from caffepy.data.transform import DataTransformer
-from caffepy.data.transforms.pixels import Image
 from caffepy.errors import DataError
-from caffepy.formats.blobs import check_shape
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
 from caffepy.layers.layer import register_layer
-from caffepy.utils.files import working_folder
 
 
 def clip_loader(
@@ -54,7 +44,8 @@ def clip_loader(
     """
     if rand_skip > len(source):
         raise layer.error(f"rand_skip {rand_skip} is more than the {len(source)} lines of {source.description}")
-    order = Sampler(len(source), random.rand_skip_count(seed, stream, rand_skip), shuffle, seed, stream)
+    skip = random.rand_skip_count(seed, stream, rand_skip)
+    order = Sampler(len(source), skip, shuffle, seed, stream)
     return ClipLoader(source, order, reader, transform, seed, stream, layer.where)
 
 
@@ -136,10 +127,10 @@ class VideoDataLayer(PrefetchingLayer):
         make = SegmentTransform if segments else ClipTransform
         self._clips = make(self.param.transform_param, context.phase, context.resolve, self.where)
         reader = SegmentClips if segments else FrameClips
-        self._reader: ClipReader = reader(param, self._clips)
+        self._reader: ClipReader = reader(param, self._clips).read
         path = context.resolve(param.source)
         self._list = ClipList(path) if segments else FrameClips.source(path, param)
-        return self._list, [part.shape for part in self._clip_loader(0, 0).sample(0)][: len(self.param.top)]
+        return self._list, self._clip_loader(0, 0).first_shapes()[: len(self.param.top)]
 
     def _clip_loader(self, seed: int, stream: int) -> ClipLoader:
         param = self.param.video_data_param
@@ -166,7 +157,7 @@ class VideoDataLayer(PrefetchingLayer):
 
 
 class VideoLoader(SampleLoader):
-    """Fills batches with frames: sample s is frame s * (skip + 1) + skip; a `Loader`.
+    """Fills batches with frames: sample s is frame s * (skip + 1) + skip.
 
     Args:
         source: the frames.
@@ -180,33 +171,22 @@ class VideoLoader(SampleLoader):
     def __init__(
         self, source: VideoSource, transformer: DataTransformer, skip: int, seed: int, stream: int, where: str
     ) -> None:
-        super().__init__(where)
-        self._source, self._transformer, self._skip, self._key = source, transformer, skip, (seed, stream)
-
-    def describe(self, sample: int) -> str:
-        return f"frame {self._number(sample)} of {self._source.description}"
+        super().__init__(where, self._transformed, lambda s: f"frame {self._number(s)} of {source.description}")
+        self._source = source
+        self._transformer = transformer
+        self._skip = skip
+        self._key = (seed, stream)
 
     def _number(self, sample: int) -> int:
         return sample * (self._skip + 1) + self._skip
 
-    def load(self, first: int, count: int, batch: Batch) -> None:
-        """Fill `batch` with the global samples [first, first + count).
-
-        Raises:
-            DataError: the video has no more frames, or a frame cannot be transformed.
-        """
-        crop_params = self._transformer.draw_crops(*self._key, np.arange(first, first + count, dtype=np.int64))
-        for index in range(count):
-            self._sample = first + index
-            try:
-                image = self._frame(self._sample)
-                shape = self._transformer.output_shape(image.shape)
-                check_shape((count, *shape), self.where)
-                self._transformer.apply(image, crop_params, index, batch.array(0, (count, *shape))[index])
-            except DataError as error:
-                raise DataError(f"{self.where}: {self.describe(self._sample)} {error}") from error
-        if len(batch.arrays) > 1:
-            batch.array(1, (count,))[...] = 0
+    def _transformed(self, record: int, sample: int) -> list[NDArray[np.float32]]:
+        """Return a frame and its label, 0."""
+        image = self._frame(sample)
+        out = np.empty(self._transformer.output_shape(image.shape), np.float32)
+        crop_params = self._transformer.draw_crops(*self._key, np.array([sample], np.int64))
+        self._transformer.apply(image, crop_params, 0, out)
+        return [out, np.zeros((), np.float32)]
 
     def _frame(self, sample: int) -> Image:
         if self._source.is_camera:
@@ -215,8 +195,9 @@ class VideoLoader(SampleLoader):
             image = self._source.frame(1)
         else:
             image = self._source.frame(self._number(sample))
-        rng = SampleRng(self._transformer.seed(self._key[0]), self._key[1], sample)
-        return self._transformer.preprocess(image, rng)
+        return self._transformer.preprocess(
+            image, SampleRng(self._transformer.seed(self._key[0]), self._key[1], sample)
+        )
 
     def sample_shape(self) -> tuple[int, int, int]:
         """Return the shape of a frame after the transformation."""
@@ -225,89 +206,3 @@ class VideoLoader(SampleLoader):
             return self._transformer.output_shape(first.shape)
         except DataError as error:
             raise DataError(f"{self.where}: {self._source.description}: frame 0 {error}") from error
-
-
-# -- frames --------------------------------------------------------------------------------------------
-
-
-class VideoSource:
-    """The frames of a video file or camera. One thread reads at a time.
-
-    Args:
-        path: the file; None: a camera.
-        device: number of the camera.
-
-    Raises:
-        DataError: the video cannot be opened, or has no frames.
-    """
-
-    index = None
-
-    def __init__(self, path: Path | None, device: int = 0) -> None:
-        self.description = f"camera {device}" if path is None else f"video '{path}'"
-        self.is_camera = path is None
-        self._target: str | int = device if path is None else os.fspath(path)
-        self._lock = Lock()
-        self._next = 0
-        if path is not None and not os.path.isfile(path):
-            raise DataError(f"{self.description} does not exist or is not a file (looked from {working_folder()})")
-        self._capture: Any
-        self._open()
-        frames = 0 if path is None else int(self._capture.get(opencv().CAP_PROP_FRAME_COUNT))
-        self._length = frames if frames > 0 else sys.maxsize
-        self._first: NDArray[np.uint8] | None = None
-        try:
-            self._first = self.frame(0)
-        except DataError as error:
-            self.close()
-            raise DataError(f"{self.description}: frame 0 {error}") from error
-
-    def _open(self) -> None:
-        self._capture = opencv().VideoCapture(self._target)
-        self._next = 0
-        if not self._capture.isOpened():
-            raise DataError(f"{self.description} cannot be opened by OpenCV")
-
-    def __len__(self) -> int:
-        """Return the number of frames; sys.maxsize if it is unknown."""
-        return self._length
-
-    def frame(self, number: int) -> NDArray[np.uint8]:
-        """Return a frame (C, H, W). A camera returns its current frame.
-
-        The first frame is stored, because the net's shapes follow from it: `frame(0)` returns it again.
-
-        Raises:
-            DataError: there is no such frame. The message lacks the subject, which the caller prepends.
-        """
-        with self._lock:
-            if number == 0 and self._first is not None:
-                return self._first
-            if not self.is_camera:
-                self._skip_to(number)
-            done, image = self._capture.read()
-            self._next += 1
-            if not done or image is None:
-                raise DataError("cannot be read" if self.is_camera else "does not exist: the video has ended")
-            return as_channels_first(image)
-
-    def _skip_to(self, number: int) -> None:
-        """Decode frames up to `number`, because seeking is inexact in many formats."""
-        if number < self._next:
-            self._capture.release()
-            self._open()
-        while self._next < number:
-            if not self._capture.grab():
-                raise DataError("does not exist: the video has ended")
-            self._next += 1
-
-    def fingerprint(self) -> dict[str, str]:
-        first = b"" if self._first is None or self.is_camera else np.ascontiguousarray(self._first).tobytes()
-        return {"the number of frames": str(len(self)), "the hash of the first frame": hash_of(first)}
-
-    def close(self) -> None:
-        """Release the file or camera. Idempotent."""
-        with self._lock:
-            capture, self._capture = self._capture, None
-        if capture is not None:
-            capture.release()

@@ -16,18 +16,16 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.datum import decode_image, opencv
+from caffepy.data.images import Image, Pixels, decode_image, read_file, resize, rounded, to_pixels
 from caffepy.data.mean import read_mean
-from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng
-from caffepy.data.sampler import RecordLoader
+from caffepy.data.sampler import SampleLoader
 from caffepy.data.sources.databases import hash_of
 from caffepy.data.transform import check_transform
-from caffepy.data.transforms.pixels import Image, Pixels, resize, rounded, to_pixels
 from caffepy.errors import DataError
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source, seeded_stream
 from caffepy.layers.layer import register_layer
-from caffepy.utils.files import read_list, read_regular
+from caffepy.utils.files import read_list
 
 
 @register_layer("WindowData")
@@ -131,8 +129,8 @@ class WindowSettings:
     nvidia: bool
 
 
-class WindowLoader(RecordLoader):
-    """Fills batches with random windows; a `Loader`.
+class WindowLoader(SampleLoader):
+    """Fills batches with random windows.
 
     Args:
         source: the windows.
@@ -146,59 +144,52 @@ class WindowLoader(RecordLoader):
     def __init__(
         self, source: WindowSource, settings: WindowSettings, seed: int, stream: int, where: str, threads: int = 1
     ) -> None:
-        super().__init__(source, None, where, threads)
-        self._settings, self._key = settings, (seed, stream)
+        super().__init__(where, self._window, self._window_name, threads=threads)
+        self._source = source
+        self._settings = settings
+        self._key = (seed, stream)
 
-    def describe(self, sample: int) -> str:
+    def _window_name(self, sample: int) -> str:
         windows, number, _ = self._choose(sample)
-        corners = ", ".join(map(str, windows.corners[number].tolist()))
-        return f"window ({corners}) of '{self.source.files[windows.images[number]]}'"
+        corners, image = ", ".join(map(str, windows.corners[number].tolist())), windows.images[number]
+        return f"window ({corners}) of image {image} ('{self._source.files[image]}') of {self._source.description}"
 
-    def load(self, first: int, count: int, batch: Batch) -> None:
-        """Fill `batch` with the global samples [first, first + count)."""
-        crop = self._settings.crop
-        out, labels = batch.array(0, (count, 3, crop, crop)), batch.array(1, (count,))
-
-        def fill(index: int) -> None:
-            windows, number, mirror = self._choose(first + index)
-            image = int(windows.images[number])
-            labels[index] = windows.labels[number]
-            with self.reads(image):
-                pixels = to_pixels(decode_image(self.source.read(image), True, nvidia=self._settings.nvidia))
-                self._put(pixels, windows.corners[number], mirror, out[index])
-
-        self._workers.run(fill, range(count))
+    def _window(self, _: int, sample: int) -> list[Floats]:
+        """Return a window's pixels and its label."""
+        windows, number, mirror = self._choose(sample)
+        pixels = to_pixels(
+            decode_image(self._source.read(int(windows.images[number])), True, nvidia=self._settings.nvidia)
+        )
+        return [self._warped(pixels, windows.corners[number], mirror), np.array(windows.labels[number], np.float32)]
 
     def _choose(self, sample: int) -> tuple[Windows, int, bool]:
         """Return the window of a global sample: the list, its index in it, and whether it is mirrored."""
         settings, rng = self._settings, SampleRng(*self._key, sample)
         foreground_count = int(_f32(settings.batch_size) * _f32(settings.fg_fraction))
         is_foreground = sample % settings.batch_size >= settings.batch_size - foreground_count
-        windows = self.source.foreground if is_foreground else self.source.background
+        windows = self._source.foreground if is_foreground else self._source.background
         if not len(windows):
             kind = "foreground" if is_foreground else "background"
             raise DataError(
-                f"{self.where}: {self.source.description} has no {kind} windows; see fg_threshold, bg_threshold and "
+                f"{self.where}: {self._source.description} has no {kind} windows; see fg_threshold, bg_threshold and "
                 "fg_fraction"
             )
         return windows, rng.below(len(windows)), settings.mirror and bool(rng.below(2))
 
-    def _put(self, pixels: Pixels, corners: NDArray[np.int64], mirror: bool, out: Floats) -> None:
+    def _warped(self, pixels: Pixels, corners: NDArray[np.int64], mirror: bool) -> Floats:
         settings, image = self._settings, pixels.shape[:2]
         crop = crop_window(corners.tolist(), (image[0], image[1]), settings, mirror)
         left, top, right, bottom = crop.corners
         if left < 0 or top < 0 or right >= image[1] or bottom >= image[0] or right < left or bottom < top:
-            raise DataError(
-                f"is {image[0]} x {image[1]}, but has a window ({', '.join(map(str, corners.tolist()))}); x1, y1, x2 "
-                "and y2 must lie within it"
-            )
+            raise DataError(f"exceeds the image of {image[0]} x {image[1]}; x1, y1, x2 and y2 must lie within it")
         part = np.ascontiguousarray(pixels[top : bottom + 1, left : right + 1])
-        warped = resize(part, crop.height, crop.width, opencv().INTER_LINEAR).transpose(2, 0, 1)
+        warped = resize(part, crop.height, crop.width).transpose(2, 0, 1)
         rows, columns = slice(crop.top, crop.top + crop.height), slice(crop.left, crop.left + crop.width)
         values = warped[:, :, ::-1] if mirror else warped
+        out = np.zeros((3, settings.crop, settings.crop), np.float32)
         mean = np.broadcast_to(settings.mean, out.shape)
-        out[...] = 0
         out[:, rows, columns] = (values - mean[:, rows, columns]) * _f32(settings.scale)
+        return out
 
 
 @dataclass(frozen=True)
@@ -277,7 +268,6 @@ def window_mean(mean: Image, crop: int) -> Floats:
 
 
 _MAX_LIST_BYTES = 1 << 30
-_MAX_IMAGE_BYTES = 1 << 28
 _MAX_COORDINATE = 1 << 24
 """In pixels: float32 represents all integers up to it."""
 
@@ -319,10 +309,7 @@ class WindowSource:
         """Number of channels in the file's entry of the last image."""
         self.files: list[str] = []
         self._cache: dict[int, bytes] | None = {} if cache else None
-        try:
-            text = read_list(path, _MAX_LIST_BYTES)
-        except OSError as error:
-            raise DataError(f"{self.description} cannot be read: {error.strerror}") from error
+        text = read_list(path, _MAX_LIST_BYTES, self.description)
         rows: list[tuple[int, ...]] = []
         overlaps: list[float] = []
         self._read(iter(text.split()), root_folder, rows, overlaps)
@@ -362,10 +349,6 @@ class WindowSource:
     def __len__(self) -> int:
         return len(self.foreground) + len(self.background)
 
-    def record_name(self, image: int) -> str:
-        """Return the name of an image for messages."""
-        return f"image {image} ('{self.files[image]}')"
-
     def read(self, image: int) -> bytes:
         """Return the bytes of an image file.
 
@@ -374,10 +357,7 @@ class WindowSource:
         """
         if self._cache is not None and image in self._cache:
             return self._cache[image]
-        try:
-            data = read_regular(self.files[image], _MAX_IMAGE_BYTES)
-        except OSError as error:
-            raise DataError(f"cannot be read: {error.strerror}; see root_folder in window_data_param") from error
+        data = read_file(self.files[image], "; see root_folder in window_data_param")
         if self._cache is not None:
             self._cache[image] = data
         return data

@@ -11,7 +11,7 @@ from memory_records import Records
 
 from caffepy.backend.types import ImageSlot
 from caffepy.data import bulk_copy
-from caffepy.data.datum import decode_plain_jpeg
+from caffepy.data.images import decode_plain_jpeg
 from caffepy.data.loader import DatumLoader, ImageFileLoader
 from caffepy.data.prefetch import Batch
 from caffepy.data.sampler import Sampler

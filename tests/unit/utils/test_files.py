@@ -72,7 +72,7 @@ def test_a_file_that_says_it_is_empty_is_read_up_to_the_limit() -> None:
 
 def test_a_byte_order_mark_is_no_part_of_a_list(tmp_path: Path) -> None:
     (tmp_path / "list").write_bytes(b"\xef\xbb\xbfcaf\xe9.png 1\n")
-    assert os.fsencode(read_list(tmp_path / "list", 100)) == b"caf\xe9.png 1\n"
+    assert os.fsencode(read_list(tmp_path / "list", 100, "list")) == b"caf\xe9.png 1\n"
 
 
 # -- shared libraries ------------------------------------------------------------------------------------

@@ -271,7 +271,7 @@ def test_settings_that_do_not_fit(fields: str, transform: str, message: str, tmp
         ("# 0 a.png 3 40 60 1 1 0 1 2 3 1e30 0", "invalid path, size or box"),
         ("# 0 a.png 3 0 60 0 0", "invalid path, size or box"),
         ("# 0 a.png 1 40 60 0 0", "1 channels, but they are read in color"),
-        ("# 0 b.png 3 40 60 0 0", r"image 0 \('b.png'\) cannot be read: No such file"),
+        ("# 0 b.png 3 40 60 0 0", r"image 0 \('b.png'\) of .* cannot be read: No such file"),
     ],
 )
 def test_damaged_files(text: str, message: str, tmp_path: Path) -> None:

@@ -313,7 +313,7 @@ def test_files_that_do_not_fit(tmp_path: Path):
         net_of(tmp_path, "DenseImageData", "batch_size: 1")
     (tmp_path / "list").write_text("i0.png none.png\n")
     with pytest.raises(
-        DataError, match=r"record 0 \('i0.png'\) names '.*none.png', which cannot be read: No such file"
+        DataError, match=r"record 0 \('i0.png'\) of .* names '.*none.png', which cannot be read: No such file"
     ):
         net_of(tmp_path, "DenseImageData", "batch_size: 1")
     (tmp_path / "small.png").write_bytes(cv2.imencode(".png", np.zeros((2, 2), np.uint8))[1].tobytes())

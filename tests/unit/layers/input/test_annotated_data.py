@@ -329,7 +329,7 @@ HOSTILE = [
         AnnotatedDatum(datum=Datum(channels=1, height=20, width=30, data=bytes(600)), type=0),
         r"is gray \(1 channel\), but record 0 has 3",
     ),
-    (record(1, BOX, 9, 9), ".*3 x 9 x 9, .* 3 x 20 x 30; set resize_param"),
+    (record(1, BOX, 9, 9), ".*3 x 9 x 9, .* 3 x 20 x 30; set crop_size or resize_param"),
 ]
 
 

@@ -11,7 +11,7 @@ from google.protobuf import text_format
 from training import build_net
 
 from caffepy.data.clips import ClipLine, ClipList, SegmentClips, SegmentTransform
-from caffepy.data.datum import resize_image
+from caffepy.data.images import resize_image
 from caffepy.data.mean import read_volume_mean
 from caffepy.data.random import SampleRng
 from caffepy.errors import CaffepyError, ConfigError, DataError

@@ -6,11 +6,12 @@ import pytest
 from google.protobuf import text_format
 from training import build_net
 
+from caffepy.data.clips import VideoSource
 from caffepy.data.prefetch import Batch
 from caffepy.data.transform import DataTransformer
 from caffepy.errors import DataError
 from caffepy.formats.proto.caffe_pb2 import TEST, TransformationParameter
-from caffepy.layers.input.video_data import VideoLoader, VideoSource
+from caffepy.layers.input.video_data import VideoLoader
 
 FRAMES = 12
 

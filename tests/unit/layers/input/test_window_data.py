@@ -150,8 +150,8 @@ def test_damaged_files(folder, text, message):
 def test_what_the_windows_do_not_allow(folder):
     with pytest.raises(DataError, match="has no foreground windows; see fg_threshold"):
         load(source(folder, [BACKGROUND]))
-    with pytest.raises(DataError, match=r"image 0 \('.*a.png'\) is 40 x 60, but has a window \(5, 5, 60, 9\)"):
+    with pytest.raises(DataError, match=r"window \(5, 5, 60, 9\) of image 0 .* exceeds the image of 40 x 60"):
         load(source(folder, [(1, 0.0, 5, 5, 60, 9)]), 1)
     (folder / "a.png").unlink()
-    with pytest.raises(DataError, match=r"layer 'w': window file .* cannot be read: No such file .* see root_folder"):
+    with pytest.raises(DataError, match=r"layer 'w': window .* cannot be read: No such file .* see root_folder"):
         load(source(folder, [BACKGROUND]), 1)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from caffepy.data.transforms.pixels import Canvas, canvas_part, recompress, surround
+from caffepy.data.images import recompress
+from caffepy.data.transforms.canvas import Canvas, canvas_part, surround
 
 
 def noise(seed: int, channels: int, height: int, width: int, dtype: str = "uint8") -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Damaged PNGs are refused before they come to a decoder that believes their lengths."""
+"""Images are decoded and resized; damaged PNGs come to no decoder that believes their lengths."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import cv2
 import numpy as np
 import pytest
 from fuzz.mutate import damage_bytes
+from hypothesis import given
+from hypothesis import strategies as st
+from image_files import files, jpeg, rotated, smooth_image, with_segment
 
-from caffepy.data.datum import decode_image, sanitize_png
+from caffepy.data.images import decode_image, jpeg_size, resize_image, sanitize_png
 from caffepy.errors import DataError
 
 HEAD = struct.pack(">2I5B", 4, 3, 8, 2, 0, 0, 0)
@@ -117,3 +120,104 @@ def test_mutated_files_neither_hang_nor_take_memory() -> None:
     assert refused > 500
     # KiB; 2^26 pixels of three bytes are allowed.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 19
+
+
+# -- images ----------------------------------------------------------------------------------------------
+
+
+def picture(channels):
+    return np.random.default_rng(0).integers(0, 256, (5, 7, channels), np.uint8)
+
+
+def as_png(image):
+    return cv2.imencode(".png", image)[1].tobytes()
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_images_keep_their_channels(channels):
+    image = picture(channels)
+    np.testing.assert_array_equal(decode_image(as_png(image)), image.transpose(2, 0, 1))
+
+
+def test_color_and_gray_are_forced():
+    image = picture(3)
+    assert decode_image(as_png(picture(1)), force_color=True).shape == (3, 5, 7)
+    gray = decode_image(as_png(image), force_gray=True)
+    np.testing.assert_array_equal(gray[0], cv2.imdecode(np.frombuffer(as_png(image), np.uint8), cv2.IMREAD_GRAYSCALE))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"no image",
+        b"\xff\xd8" + as_png(picture(3))[2:20],
+        b"\x89PNG\r\n\x1a",
+        b"\xff\xd8\xff",
+        b"\xff\xd8" + b"\xff" * 50,
+    ]
+    + [jpeg(smooth_image(0))[:size] for size in (9, 14)],
+)
+def test_what_cannot_be_decoded(content):
+    with pytest.raises(DataError, match=f"is an image of {len(content)} bytes that OpenCV cannot decode"):
+        decode_image(content)
+
+
+def test_sixteen_bits_are_too_many():
+    with pytest.raises(DataError, match="is an image of uint16 values; Caffe reads 8 bits per channel"):
+        decode_image(as_png(np.zeros((4, 4), np.uint16)))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_resize(channels):
+    image = np.full((channels, 6, 8), 50, np.uint8)
+    assert (resize_image(image, 3, 5) == np.full((channels, 3, 5), 50)).all()
+
+
+# -- sizes in the headers of JPEGs -----------------------------------------------------------------------
+
+
+ADOBE = b"Adobe\0\x64\0\0\0\0"
+PLAIN = jpeg(smooth_image(0, 17, 23))
+
+
+def plain_jpeg_size(data: bytes | memoryview, ignores_orientation: bool = False) -> tuple[int, int] | None:
+    """The size of a file between other bytes; None: it is not plain."""
+    height, width, plain = jpeg_size(b"\xff\xd8" + bytes(data) + b"\xff\xd9", 2, 2 + len(data), ignores_orientation)
+    return (height, width) if plain else None
+
+
+@pytest.mark.parametrize("name", ["baseline", "subsampled", "not subsampled", "with restarts"])
+def test_baseline_files_are_plain(name: str) -> None:
+    assert plain_jpeg_size(files()[name]) == (40, 56)
+
+
+@pytest.mark.parametrize("name", ["progressive", "rotated by Exif", "CMYK", "PNG", "BMP"])
+def test_other_files_are_not(name: str) -> None:
+    assert plain_jpeg_size(files()[name]) is None
+
+
+def test_gray_files_are_not() -> None:
+    assert plain_jpeg_size(jpeg(smooth_image(0, channels=1))) is None
+
+
+def test_exif_counts_where_decoding_obeys_it() -> None:
+    assert plain_jpeg_size(rotated(PLAIN), ignores_orientation=True) == (17, 23)
+    assert plain_jpeg_size(with_segment(PLAIN, 0xE1, b"http://ns.adobe.com/xap/1.0/\0")) == (17, 23), "XMP"
+
+
+def test_adobe_says_which_colors() -> None:
+    assert plain_jpeg_size(with_segment(PLAIN, 0xEE, ADOBE + b"\1")) == (17, 23), "YCbCr"
+    assert plain_jpeg_size(with_segment(PLAIN, 0xEE, ADOBE + b"\0")) is None, "RGB"
+
+
+@given(st.integers(0, len(PLAIN) - 1))
+def test_parts_of_a_file_are_not_plain(size: int) -> None:
+    assert plain_jpeg_size(PLAIN[:size]) is None
+
+
+@given(st.integers(2, 700), st.integers(0, 255))
+def test_any_change_of_a_header_is_survived(at: int, value: int) -> None:
+    changed = bytearray(PLAIN)
+    changed[at % len(changed)] = value
+    plain_jpeg_size(bytes(changed))
