@@ -94,7 +94,7 @@ MODULES = {
     **dict.fromkeys(GROUPS["old files"], "files"),
 }
 """The modules of commands whose module has another name."""
-WRITERS = frozenset({*MODULES, "data", "deploy", "plan"} - {"completion", "snapshot", "test", "test_detection", "time"})
+WRITERS = {*MODULES, "data", "deploy", "export", "new", "plan"} - {"completion", "snapshot", "test_detection", "time"}
 """Commands that write files and do not handle signals themselves."""
 
 ALIASES = {
