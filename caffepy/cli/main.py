@@ -299,7 +299,7 @@ def _command_word(arguments: Sequence[str]) -> str | None:
 def _commands(arguments: Sequence[str]) -> tuple[str, ...]:
     word = _command_word(arguments)
     if word is None:
-        return COMMANDS
+        return () if arguments[:1] == ["--version"] else COMMANDS  # which ends before it needs them
     if word not in COMMANDS:
         known = suggest(word, [*COMMANDS, *ALIASES])
         raise ConfigError(f"unknown command '{word}'; {known} 'caffepy --help' lists them")
