@@ -94,7 +94,7 @@ MODULES = {
     **dict.fromkeys(GROUPS["old files"], "files"),
 }
 """The modules of commands whose module has another name."""
-WRITERS = frozenset({*MODULES, "data", "deploy", "plan"} - {"completion", "snapshot", "test", "test_detection", "time"})
+WRITERS = {*MODULES, "data", "deploy", "export", "new", "plan"} - {"completion", "snapshot", "test_detection", "time"}
 """Commands that write files and do not handle signals themselves."""
 
 ALIASES = {
@@ -310,7 +310,7 @@ def _command_word(arguments: Sequence[str]) -> str | None:
 def _commands(arguments: Sequence[str]) -> tuple[str, ...]:
     word = _command_word(arguments)
     if word is None:
-        return COMMANDS
+        return () if arguments[:1] == ["--version"] else COMMANDS  # which ends before it needs them
     if word not in COMMANDS:
         known = suggest(word, [*COMMANDS, *ALIASES])
         raise ConfigError(f"unknown command '{word}'; {known} 'caffepy --help' lists them")

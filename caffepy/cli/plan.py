@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from caffepy.cli.options import DeviceOptions, ReadsNets, devices_option, overwrite_option
 from caffepy.errors import ConfigError, DataError, printable
-from caffepy.utils.options import option, positive, positive_number, record_shape, same_option, switch
+from caffepy.utils.options import fraction, option, positive, positive_number, record_shape, same_option, switch
 
 if TYPE_CHECKING:
     from caffepy.scaling.model import Cluster, Link
@@ -44,16 +44,6 @@ def _parsed_by(name: str) -> Callable[[str], object]:
             raise argparse.ArgumentTypeError(str(error)) from error
 
     return parse
-
-
-def _fraction(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 0 to 1")
-    return value
 
 
 def _numbers(text: str) -> list[int]:
@@ -127,7 +117,7 @@ class PlanCommand(DeviceOptions, ReadsNets):
     )
     contention: float | None = option(
         "share of a device that communication takes from computation (0 on GPUs, 1 on the CPU)",
-        _fraction,
+        fraction,
         "F",
         group=_EXCHANGE,
     )

@@ -18,6 +18,7 @@ import os
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ from caffepy.utils.options import (
     NEEDED,
     argument,
     file_list,
+    fraction,
     name_list,
     natural,
     option,
@@ -53,6 +55,7 @@ log = logging.getLogger(__name__)
 # -- options -------------------------------------------------------------------------------------------
 
 
+_score = partial(fraction, what="a score")
 _PREPARATION = ("mean_file", "raw_scale", "input_scale", "channel_swap")
 """Options that replace the preparation of the net's Input layer."""
 
@@ -292,16 +295,6 @@ def _names(path: Path | None) -> list[str]:
 
 _FIELDS = ("image", "label", "name", "score", "xmin", "ymin", "xmax", "ymax")
 _BOXES = (".json", ".csv", ".h5", ".hdf5")
-
-
-def _score(text: str) -> float:
-    try:
-        score = float(text)
-    except ValueError:
-        score = -1.0
-    if not 0 <= score <= 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a score from 0 to 1")
-    return score
 
 
 @dataclass(kw_only=True)

@@ -52,15 +52,16 @@ if TYPE_CHECKING:
     from caffepy.pycaffe.net_spec import params as params
     from caffepy.pycaffe.net_spec import to_proto as to_proto
     from caffepy.pycaffe.solver import NCCL as NCCL
-    from caffepy.pycaffe.solver import AdaDeltaSolver as AdaDeltaSolver
-    from caffepy.pycaffe.solver import AdaGradSolver as AdaGradSolver
-    from caffepy.pycaffe.solver import AdamSolver as AdamSolver
-    from caffepy.pycaffe.solver import NesterovSolver as NesterovSolver
-    from caffepy.pycaffe.solver import RMSPropSolver as RMSPropSolver
     from caffepy.pycaffe.solver import SGDSolver as SGDSolver
     from caffepy.pycaffe.solver import Solver as Solver
     from caffepy.pycaffe.solver import get_solver as get_solver
     from caffepy.pycaffe.solver import has_nccl as has_nccl
+
+    AdaDeltaSolver = SGDSolver
+    AdaGradSolver = SGDSolver
+    AdamSolver = SGDSolver
+    NesterovSolver = SGDSolver
+    RMSPropSolver = SGDSolver
 
 _NAMES = {
     "blob": "Blob BlobVec",

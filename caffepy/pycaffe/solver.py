@@ -14,9 +14,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from caffepy.distributed.data_parallel import gradient_communicator
 from caffepy.distributed.default import connect
@@ -31,6 +32,7 @@ from caffepy.pycaffe.device import Device, mode
 from caffepy.pycaffe.errors import ArgumentError, as_users_raise, check_file, check_type, whole_number
 from caffepy.pycaffe.net import Net
 from caffepy.training.callback import Action, SingleDevice
+from caffepy.training.rules import RULES
 from caffepy.training.solver import create_solver
 from caffepy.utils.options import ExecutionOptions
 
@@ -250,42 +252,27 @@ class Solver:
 
 
 class SGDSolver(Solver):
-    """Stochastic gradient descent with momentum."""
+    """Stochastic gradient descent with momentum. The classes of the other rules, such as `AdamSolver`, inherit it."""
 
     type_name = "SGD"
 
 
-class NesterovSolver(SGDSolver):
-    """Nesterov's accelerated gradient."""
-
-    type_name = "Nesterov"
-
-
-class AdaGradSolver(SGDSolver):
-    """AdaGrad."""
-
-    type_name = "AdaGrad"
+@cache
+def _class_of(rule: str) -> type[SGDSolver]:
+    """Return the class of the solvers with an update rule: `AdamSolver` for Adam."""
+    if rule == SGDSolver.type_name:
+        return SGDSolver
+    contents = {"__doc__": f"A solver with the rule {rule}.", "__module__": __name__, "type_name": rule}
+    return type(f"{rule}Solver", (SGDSolver,), contents)
 
 
-class RMSPropSolver(SGDSolver):
-    """RMSProp."""
+if not TYPE_CHECKING:  # hides `__getattr__` from type checkers, which would accept any name
 
-    type_name = "RMSProp"
-
-
-class AdaDeltaSolver(SGDSolver):
-    """AdaDelta."""
-
-    type_name = "AdaDelta"
-
-
-class AdamSolver(SGDSolver):
-    """Adam."""
-
-    type_name = "Adam"
-
-
-_CLASSES = (SGDSolver, NesterovSolver, AdaGradSolver, RMSPropSolver, AdaDeltaSolver, AdamSolver)
+    def __getattr__(name: str) -> type[SGDSolver]:
+        rule = name.removesuffix("Solver")
+        if rule == name or rule not in RULES:
+            raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+        return _class_of(rule)
 
 
 def get_solver(solver_file: str | os.PathLike[str]) -> Solver:
@@ -296,7 +283,7 @@ def get_solver(solver_file: str | os.PathLike[str]) -> Solver:
         ConfigError: the type is unknown, or the solver or a net is invalid.
     """
     wanted = read_solver(check_file(solver_file)).type
-    return next((cls for cls in _CLASSES if cls.type_name == wanted), Solver)(solver_file)
+    return (_class_of(wanted) if wanted in RULES else Solver)(solver_file)
 
 
 # -- one process per device ----------------------------------------------------------------------------

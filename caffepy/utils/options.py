@@ -143,6 +143,17 @@ def decay(text: str) -> float:
     return number
 
 
+def fraction(text: str, what: str = "a number") -> float:
+    """A number from 0 to 1; `what` it is, for the message."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not {what} from 0 to 1")
+    return number
+
+
 def score_and_patience(text: str) -> str:
     """``SCORE:PATIENCE``, the name of a score and a number of tests."""
     name, _, patience = text.rpartition(":")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from onnx_nets import net_of
 
-from caffepy.cli.main import COMMANDS, build_parser, main
+from caffepy.cli.main import COMMANDS, WRITERS, build_parser, command_class, main
 from caffepy.cli.options import Commands
 from caffepy.formats.caffemodel import write_caffemodel
 
@@ -212,6 +212,13 @@ def test_each_argument_that_names_a_file_is_an_output_with_a_case_or_is_read():
         and (f"{command}.{action.dest}" in known or action.dest not in f"{READ} {OTHER}".split())
     }
     assert found == known
+
+
+def test_each_command_that_can_overwrite_ends_in_order_after_a_signal():
+    """`train` handles signals itself."""
+    can_overwrite = {name for name in COMMANDS if hasattr(command_class(name), "overwrite")}
+    assert can_overwrite >= {"export", "new", "train"}
+    assert can_overwrite - WRITERS == {"train"}
 
 
 def may_name_a_file(action: Action) -> bool:

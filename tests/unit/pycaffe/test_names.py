@@ -18,6 +18,7 @@ def test_a_name_resolves(name: str) -> None:
 def test_a_type_checker_sees_every_name() -> None:
     tree = ast.parse(Path(pycaffe.__file__).read_text())
     found = {alias.asname for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    found |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     assert set(pycaffe.__all__) <= found
 
 
