@@ -228,7 +228,7 @@ def test_options_of_the_ranks_own_are_not() -> None:
 def test_schemas_of_forks_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     options = TrainOptions(caffe_pb2.SolverParameter())
     before = describe_options(options)
-    schema = ForkSchema(Path("a/caffe.proto"), "12ab", frozenset(), frozenset(), frozenset())
+    schema = ForkSchema(Path("a/caffe.proto"), "12ab", frozenset(), frozenset(), frozenset(), frozenset())
     monkeypatch.setattr(registration, "_registered", [schema])
     found = first_difference(before, describe_options(options))
     assert found == FieldMismatch("--proto or CAFFEPY_PROTO", "not given", "a file with hash 12ab")
