@@ -75,7 +75,8 @@ def detect(
     scale = np.array([pixels.shape[1], pixels.shape[0]] * 2, np.float32)
     boxes = []
     for _, label, score, *edges in rows[(rows[:, 1] >= 0) & (rows[:, 2] >= least)].tolist():
-        left, top, right, bottom = np.clip(np.array(edges, np.float32) * scale, 0, scale).tolist()
+        # Clipped first: an edge of a net that was hardly trained may be too large for the product.
+        left, top, right, bottom = (np.clip(np.array(edges, np.float32), 0, 1) * scale).tolist()
         boxes.append(Box(name, int(label), score, left, top, right, bottom, (names or {}).get(int(label), "")))
     return sorted(boxes, key=lambda box: -box.score)
 
