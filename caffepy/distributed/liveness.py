@@ -76,7 +76,7 @@ class Heartbeat:
     def status(self, rank: int, host: str) -> DeviceStatus:
         """A snapshot, for a process's rank and host."""
         waiting, begun = self._now
-        # A thread that waits for others may also have data to wait for later; what it waits in now counts.
+        # A thread that waits for others may also have data to wait for later; its present wait counts.
         data = None if waiting else awaited_data(self._thread)
         reading, begun = data or ("", begun)
         seconds = suspend_aware_seconds() - begun
@@ -149,7 +149,7 @@ class Monitor:
             while failure is None and not self.stopping.is_set():
                 failure = self._hear()
                 if failure is None and (found := self.look()) is not None:
-                    # A process that was suspended reads old heartbeats first, and then what others have said of them.
+                    # A process that was suspended reads old heartbeats first, and then the others' reports of them.
                     failure = self._hear() or found
         except BaseException as error:
             # Without this thread a hang would go unnoticed, so its error ends the job

@@ -190,8 +190,8 @@ class Reducer:
                 with self._waiting(_WHOLE), self.timer.exchanging():
                     self._communicator.all_reduce(self._net.parameters.reduced, average=True)
                 return
-            # Also those that were not begun during the backward pass, because it was not the last of the iteration or
-            # ran eagerly.
+            # Also the ones that were not begun during the backward pass, because it was not the last of the iteration
+            # or ran eagerly.
             while self._next_bucket < len(self._buckets):
                 self._start_next_bucket()
             # In the order in which they were begun, the same on all ranks.

@@ -184,7 +184,7 @@ def local_response(view: AnyLayer) -> str:
 
 
 def axes_behind(view: AnyLayer, own: int) -> int:
-    """How many axes the first bottom has behind those that Scale or Bias takes an operand of `own` axes along."""
+    """How many axes the first bottom has behind the ones that Scale or Bias takes an operand of `own` axes along."""
     return view.rank - view.layer.axis - own if own else 0
 
 

@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -28,6 +27,8 @@ MAX_NAMED = 5
 _NAME = re.compile(r"\w+(\.\w+)+")
 _TOKEN = re.compile(r"""#[^\n]*|"(?:[^"\\\n]+|\\.)*"?|'(?:[^'\\\n]+|\\.)*'?|[\w.+-]+|\S""")
 """An unterminated string ends with its line, so matching is linear in the text."""
+_END = re.compile(r"\Z")
+"""In place of the token behind the last one: an empty one."""
 _CLOSING = {"{": "}", "<": ">", "[": "]"}
 
 
@@ -66,13 +67,6 @@ def ignoring(names: str) -> Iterator[None]:
         del os.environ[VARIABLE]
         if before is not None:
             os.environ[VARIABLE] = before
-
-
-@dataclass
-class _Token:
-    text: str
-    begin: int
-    end: int
 
 
 def leave_out(text: str, root: Any, ignored: frozenset[str], origin: str) -> str:
@@ -119,11 +113,11 @@ def _listing(layers: list[str]) -> str:
 
 def _ignored_parts(text: str, root: Any, ignored: frozenset[str]) -> Iterator[tuple[str, str, int, int]]:
     """Yield name, layer, begin and end of each ignored field, in order; ends early where the text does not parse."""
-    tokens = [_Token(m[0], m.start(), m.end()) for m in _TOKEN.finditer(text) if m[0][0] != "#"]
-    tokens.append(_Token("", len(text), len(text)))
+    tokens = [token for token in _TOKEN.finditer(text) if token[0][0] != "#"]
+    tokens += _END.finditer(text, len(text))
     messages, layer, at = [root], "", 0
     while at < len(tokens) - 1:
-        word, begin = tokens[at].text, tokens[at].begin
+        word, begin = tokens[at][0], tokens[at].start()
         if word in "}>":
             if len(messages) == 1:
                 return
@@ -131,17 +125,17 @@ def _ignored_parts(text: str, root: Any, ignored: frozenset[str]) -> Iterator[tu
         if not (word[0].isalpha() or word[0] == "_"):
             at += 1
             continue
-        at += 2 if tokens[at + 1].text == ":" else 1
+        at += 2 if tokens[at + 1][0] == ":" else 1
         message = messages[-1]
         found, name = message.fields_by_name.get(word), f"{schema_name(message)}.{word}"
         if len(messages) == 2 and word == "name":
-            layer = f"layer {tokens[at].text}"
+            layer = f"layer {tokens[at][0]}"
         elif len(messages) == 1:
             layer = ""
         if name in ignored or (found is None and ALL in ignored):
             at = _after_value(tokens, at)
-            yield name, layer, begin, tokens[at - 1].end
-        elif tokens[at].text in ("{", "<"):
+            yield name, layer, begin, tokens[at - 1].end()
+        elif tokens[at][0] in ("{", "<"):
             if found is None or found.message_type is None:
                 return
             messages.append(found.message_type)
@@ -150,12 +144,12 @@ def _ignored_parts(text: str, root: Any, ignored: frozenset[str]) -> Iterator[tu
             at = _after_value(tokens, at)
 
 
-def _after_value(tokens: list[_Token], at: int) -> int:
+def _after_value(tokens: list[re.Match[str]], at: int) -> int:
     """Return the number of the token behind the value that begins at a token."""
-    if tokens[at].text in _CLOSING:
+    if tokens[at][0] in _CLOSING:
         open_ones = list[str]()
-        while tokens[at].text:
-            word = tokens[at].text
+        while tokens[at][0]:
+            word = tokens[at][0]
             if word in _CLOSING:
                 open_ones.append(_CLOSING[word])
             elif word == open_ones[-1]:
@@ -163,9 +157,9 @@ def _after_value(tokens: list[_Token], at: int) -> int:
             at += 1
             if not open_ones:
                 break
-    elif tokens[at].text[:1] in ('"', "'"):
-        while tokens[at].text[:1] in ('"', "'") and tokens[at].text:
+    elif tokens[at][0][:1] in ('"', "'"):
+        while tokens[at][0][:1] in ('"', "'"):
             at += 1
-    elif tokens[at].text:
+    elif tokens[at][0]:
         at += 1
-    return at + 1 if tokens[at].text in (";", ",") and tokens[at].text else at
+    return at + 1 if tokens[at][0] in (";", ",") else at

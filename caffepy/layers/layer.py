@@ -313,7 +313,7 @@ class Layer:
     float32_bottoms: ClassVar[frozenset[int]] = frozenset()
     """Indices of bottoms that a layer for half precision reads, and gives a gradient, in float32."""
     no_gradient_tops: ClassVar[frozenset[int]] = frozenset()
-    """Indices of tops whose gradient `backward` ignores, as Caffe does. The net refuses a loss weight there."""
+    """Indices of tops whose gradient `backward` ignores, as Caffe does. A loss weight there acts on the loss."""
     supports_half: ClassVar[bool] = False
     """Whether bottoms and tops may be float16 or bfloat16. The net gives other layers float32."""
     inherits_dtype: ClassVar[bool] = False

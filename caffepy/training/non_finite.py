@@ -30,7 +30,7 @@ def report_non_finite(
         NonFiniteError: unless `keep_going`.
     """
     net.raise_device_errors()
-    kept = not (executor.captured or shares)  # the blobs hold what they held when the loss was computed
+    kept = not (executor.captured or shares)  # the blobs are as they were when the loss was computed
     node: Node | None = None
     if kept:
         node = net.first_non_finite()

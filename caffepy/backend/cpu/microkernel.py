@@ -208,7 +208,7 @@ def _tile_function(name: str, rows: dict[int, int]) -> Any:
 
 
 tile, tall_tile = _tile_function("tile", ROWS), _tile_function("tall_tile", TALL)
-"""Tiles of `vectors` vectors with the rows of `ROWS` and `TALL`. Their other operands are those that `_TileWriter`
+"""Tiles of `vectors` vectors with the rows of `ROWS` and `TALL`. Their other operands are the ones that `_TileWriter`
 names, in that order. Tables are int64. `start` is indexed by c's row offset
 times `keep` (0 or 1): one row for all (zeros, bias) or c itself. `count` rows and `last` lanes of the last vector are
 written. If `adds` is not 0, the rows of `addend`, with c's layout, are added. If `relu` is not 0, the result is

@@ -84,7 +84,7 @@ def _function(text: str, name: str, device: int) -> Any:
         function = _module(text).get_function(name)
     except OSError as error:
         logger.info("CuPy cannot keep compiled CUDA kernels, so each start compiles them: %s", error)
-        # A full or read-only disk: CuPy raises while it stores what it has compiled.
+        # A full or read-only disk: CuPy raises while it stores the compiled kernel.
         os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
         function = _module(text).get_function(name)
     except cupy.cuda.compiler.CompileException as error:

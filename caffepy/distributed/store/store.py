@@ -134,7 +134,7 @@ class MemoryStore(Store):
                 raise UserError(f"two processes call themselves rank {rank}: one is {self._name(rank)}")
             self._members[rank] = Member(member.host, member.machine, member.process)
             missing = [other for other in range(size) if other not in self._members]
-            # Kept up to date, so that a rank whose patience ends can name who has not come.
+            # Kept up to date, so that a rank whose time is up can name the ranks that have not come.
             self._values[MISSING] = json.dumps(missing).encode(), 0
             if not missing:
                 self._values[MEMBERS] = encode([self._members[i] for i in range(size)]), 0

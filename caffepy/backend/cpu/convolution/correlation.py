@@ -781,50 +781,30 @@ def add_products(
             # A tile that meets no line must still run once: it writes the zeros that the later blocks add to.
             if keep == 0 or (ends > begins and w1 > w0):
                 target_at = ahead(c, units[unit + 3])
+                operands = (
+                    ahead(a, units[unit + 1] + w0 * a_step),
+                    table_at(rows, units[unit + 4]),
+                    table_at(a_lines, begins),
+                    a_step,
+                    ahead(panel, (w0 - first * line) * wide),
+                    table_at(panel_lines, (vectors - 1) * entries + begins),
+                    wide,
+                    ends - begins,
+                    w1 - w0,
+                    target_at if keep == 1 else zeros,
+                    keep,
+                    target_at,
+                    table_at(c_rows, units[unit + 10]),
+                    units[unit + 5],
+                    last,
+                    zeros,
+                    0,
+                    0,
+                )
                 if vectors == 1 and high > 0:
-                    tile_of_fours(
-                        high,
-                        ahead(a, units[unit + 1] + w0 * a_step),
-                        table_at(rows, units[unit + 4]),
-                        table_at(a_lines, begins),
-                        a_step,
-                        ahead(panel, (w0 - first * line) * wide),
-                        table_at(panel_lines, begins),
-                        wide,
-                        ends - begins,
-                        w1 - w0,
-                        target_at if keep == 1 else zeros,
-                        keep,
-                        target_at,
-                        table_at(c_rows, units[unit + 10]),
-                        units[unit + 5],
-                        last,
-                        zeros,
-                        0,
-                        0,
-                    )
+                    tile_of_fours(high, *operands)
                 else:
-                    tall_tile(
-                        vectors,
-                        ahead(a, units[unit + 1] + w0 * a_step),
-                        table_at(rows, units[unit + 4]),
-                        table_at(a_lines, begins),
-                        a_step,
-                        ahead(panel, (w0 - first * line) * wide),
-                        table_at(panel_lines, (vectors - 1) * entries + begins),
-                        wide,
-                        ends - begins,
-                        w1 - w0,
-                        target_at if keep == 1 else zeros,
-                        keep,
-                        target_at,
-                        table_at(c_rows, units[unit + 10]),
-                        units[unit + 5],
-                        last,
-                        zeros,
-                        0,
-                        0,
-                    )
+                    tall_tile(vectors, *operands)
 
 
 @kernel

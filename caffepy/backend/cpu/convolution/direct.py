@@ -475,8 +475,8 @@ def correlate_windows(
             for number in range(7 * bounds[own], 7 * bounds[own + 1], 7):
                 first, tap = tiles[number], tiles[number + 2]
                 if panel == 0 or unit == opening:  # prefetch for the next tile: its pixels are far apart
-                    # Of the next tile's taps only those that no neighbour of the pixel has read; the others are in the
-                    # cache already.
+                    # Of the next tile's taps only the ones that no neighbour of the pixel has read; the others are in
+                    # the cache already.
                     for new in range(tiles[number + 5], tiles[number + 6]):
                         wanted = ahead(source, newest[new])
                         for i in range(first + rows, first + 2 * rows):

@@ -158,40 +158,26 @@ def residue_kernel(taps: int, gap: int) -> Kernel:
                     c = ahead(target, residues[residue + 1] + first * y_step)
                     for v in range(vectors):
                         w, at = ahead(packed, v * filters), min(v * vector, channels - vector)  # overlapping vectors
+                        operands = (
+                            ahead(a, at),
+                            channels,
+                            own,
+                            reached,
+                            column,
+                            w,
+                            start,
+                            ahead(c, at),
+                            y_step,
+                            pixels,
+                            0,
+                            low,
+                            high,
+                            zeros,
+                        )
                         if kind == 0:
-                            sums(
-                                ahead(a, at),
-                                channels,
-                                own,
-                                reached,
-                                column,
-                                w,
-                                start,
-                                ahead(c, at),
-                                y_step,
-                                pixels,
-                                0,
-                                low,
-                                high,
-                                zeros,
-                            )
+                            sums(*operands)
                         else:
-                            sums_less(
-                                ahead(a, at),
-                                channels,
-                                own,
-                                reached,
-                                column,
-                                w,
-                                start,
-                                ahead(c, at),
-                                y_step,
-                                pixels,
-                                0,
-                                low,
-                                high,
-                                zeros,
-                            )
+                            sums_less(*operands)
 
     return named_kernel(residue_rows, [taps, gap])
 

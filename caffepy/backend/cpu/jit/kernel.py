@@ -125,7 +125,7 @@ def _kernel_calls(work: Callable[[], None]) -> KernelCalls | None:
     CURRENT.calls = calls = KernelCalls()
     try:
         work()
-    # What was recorded of the work is dropped: launching a part of it would compute something else.
+    # The recorded part of the work is dropped: launching it alone would compute other values.
     except HostWorkError:
         return None
     finally:

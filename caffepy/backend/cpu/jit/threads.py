@@ -130,7 +130,7 @@ def _make_calls(first: Any, count: Any, steps: Any, task: Any) -> None:
                 chunk = share + _atomic_add(counters + owner * line, 1)
                 while chunk < stop:
                     _call(function, block, chunk * items // chunks, (chunk + 1) * items // chunks)
-                    # Sequentially consistent: a thread that reads the new count also sees what the chunk has written.
+                    # Sequentially consistent: a thread that reads the new count also sees the chunk's results.
                     _atomic_add(done, 1)
                     chunk = share + _atomic_add(counters + owner * line, 1)
             polls = 0
