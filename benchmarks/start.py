@@ -1,11 +1,12 @@
 """How long `caffepy train` takes from the command to the end of its first iteration.
 
-    python benchmarks/start.py [--rows cpu,gpu,gpus,ranks,resnet50,googlenet] [--starts 3] [--package FOLDER]
+    python benchmarks/start.py [--rows cpu,gpu,...] [--starts 3] [--package FOLDER]
 
-Rows: LeNet on the CPU, on one GPU, on two GPUs of one process and of two ranks under mpirun, ResNet-50 and GoogLeNet in
-FLOAT16 on one GPU. Each starts with empty caches of its own (XDG_CACHE_HOME, CUPY_CACHE_DIR, CUDA_CACHE_PATH), then
-with those that the start before has filled, in turn; figures are medians of `--starts`. The first iteration has ended
-when the log shows the loss of the second. `silence` is the longest time between two lines of the log before that.
+Rows: LeNet on the CPU, on one GPU, on two GPUs of one process and of two ranks under mpirun; ResNet-50, GoogLeNet,
+EfficientNet-B0, ShuffleNet and U-Net in FLOAT16 on one GPU. Each starts with empty caches of its own (XDG_CACHE_HOME,
+CUPY_CACHE_DIR, CUDA_CACHE_PATH), then with those that the start before has filled, in turn; figures are medians of
+`--starts`. The first iteration has ended when the log shows the loss of the second. `silence` is the longest time
+between two lines of the log before that.
 `--package` measures the caffepy in another folder, for comparisons.
 """
 
@@ -24,7 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from start_nets import NETS
+
 ROOT = Path(__file__).resolve().parents[1]
+HALF = "\ndefault_forward_type: FLOAT16 default_backward_type: FLOAT16\n"
 _END = re.compile(r"\] Iteration 1[ ,]")
 
 ROWS: dict[str, tuple[str, int, list[str], int]] = {
@@ -34,6 +38,9 @@ ROWS: dict[str, tuple[str, int, list[str], int]] = {
     "ranks": ("lenet", 64, [], 2),
     "resnet50": ("resnet50", 128, ["--gpus", "0"], 1),
     "googlenet": ("googlenet", 128, ["--gpus", "0"], 1),
+    "efficientnet": ("efficientnet_b0", 64, ["--gpus", "0"], 1),
+    "shufflenet": ("shufflenet", 128, ["--gpus", "0"], 1),
+    "unet": ("unet", 16, ["--gpus", "0"], 1),
 }
 """For each row the model, its batch, the devices and the ranks."""
 
@@ -62,6 +69,9 @@ def write_solver(folder: Path, model: str, batch: int) -> Path:
     from caffepy.formats.load import read_net
 
     lenet = model == "lenet"
+    if model in NETS:
+        (folder / "net.prototxt").write_text(NETS[model](batch) + HALF)
+        return _write_solver(folder)
     net = read_net(ROOT / "models" / model / ("train_test.prototxt" if lenet else "train_val.prototxt"))
     if not lenet:
         layers = [layer for layer in net.layer if layer.type != "Data"]
@@ -70,9 +80,12 @@ def write_solver(folder: Path, model: str, batch: int) -> Path:
         source.dummy_data_param.shape.add(dim=(batch, 3, 224, 224))
         source.dummy_data_param.shape.add(dim=(batch,))
         net.layer.extend(layers)
-        text = "default_forward_type: FLOAT16 default_backward_type: FLOAT16"
-        text_format.Merge(text, net)
+        text_format.Merge(HALF, net)
     (folder / "net.prototxt").write_text(text_format.MessageToString(net))
+    return _write_solver(folder)
+
+
+def _write_solver(folder: Path) -> Path:
     solver = folder / "solver.prototxt"
     solver.write_text(
         'net: "net.prototxt"\nbase_lr: 0.01 lr_policy: "fixed" momentum: 0.9 max_iter: 3 display: 1 random_seed: 1\n'

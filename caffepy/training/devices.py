@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import os
+import sysconfig
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 
 from caffepy.utils.files import load_library
@@ -31,15 +32,23 @@ def preload_cuda(devices: Iterable[int]) -> None:
                 for device in devices:
                     if driver.cuDeviceGet(ctypes.byref(number), device) == 0:
                         driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
-        with suppress(ImportError, OSError):
-            cudnn = find_spec("nvidia.cudnn")
-            for folder in (cudnn and cudnn.submodule_search_locations) or ():
-                for library in sorted(Path(folder).glob("lib/libcudnn_engines_*.so*")):
-                    load_library(str(library))
+        with suppress(OSError):
+            for library in _engines():
+                load_library(str(library))
 
     thread = threading.Thread(target=start, name="start CUDA", daemon=True)
     thread.start()
     atexit.register(thread.join, _EXIT_SECONDS)
+
+
+def _engines() -> list[Path]:
+    """Return cuDNN's libraries of engines in this environment; none if cuDNN's frontend takes another cuDNN."""
+    # The engines of one release beside another release's core make each convolution fail.
+    linked = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))
+    if any(True for folder in linked for _ in Path(folder).glob("libcudnn.so*")):
+        return []
+    folder = Path(sysconfig.get_path("purelib"), "nvidia", "cudnn", "lib")
+    return sorted(folder.glob("libcudnn_engines_*.so*"))
 
 
 def check_gpus(requested: list[int] | str) -> list[int]:

@@ -66,7 +66,7 @@ def families_of(backend: Any, task: Any) -> list[Any]:
     """The families of candidates for a task, as tuning tries them."""
     from caffepy.backend.cuda.convolution.plan import TunedConvolution, algorithm_families
 
-    plan, resources = TunedConvolution(task.problem, backend._resources), backend._resources
+    plan, resources = TunedConvolution(task.problem, backend._resources, [task.problem]), backend._resources
     return list(algorithm_families(task, plan.run, plan.candidate, resources))
 
 

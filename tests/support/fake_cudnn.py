@@ -55,7 +55,9 @@ class Graph:
     conv_fprop = conv_dgrad = conv_wgrad = add = relu = _operation
 
     def validate(self) -> None:
-        """Nothing."""
+        """Check that cuDNN's libraries can be loaded."""
+        if self._frontend.unloadable:
+            raise RuntimeError(self._frontend.unloadable)
 
     build_operation_graph = validate
 
@@ -139,6 +141,7 @@ class Frontend:
         barred: those that are not built.
         refusal: what building one of them raises.
         serialises: whether plans can be written.
+        unloadable: message of the failure of every graph; empty: none fails.
     """
 
     cudnnGraphNotSupportedError = NotSupportedError  # noqa: N815 (cuDNN's name)
@@ -156,12 +159,18 @@ class Frontend:
         barred: Sequence[str] = (),
         refusal: type[Exception] = RuntimeError,
         serialises: bool = True,
+        unloadable: str = "",
     ) -> None:
         self.engines, self.slower, self.barred = engines, slower, barred
         self.refusal = refusal
         self.serialises = serialises
+        self.unloadable = unloadable
         self.workspace = WORKSPACE
         self.counts: Counter[str] = Counter()
+
+    def backend_version(self) -> int:
+        """cuDNN's release."""
+        return 91900
 
     def pygraph(self, **_: Any) -> Graph:
         """A new graph."""

@@ -10,12 +10,16 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from importlib import resources
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from caffepy.backend.cpu.jit.deferred import cpu_count
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.types import WIDE_LOAD, Array
 from caffepy.errors import RunError
@@ -36,7 +40,8 @@ MAX_BLOCKS = 16 * MULTIPROCESSORS
 OPTIONS = ("--std=c++17",)
 """NVRTC options in addition to CuPy's."""
 
-_compiling = threading.RLock()
+_compiling: dict[str, threading.Lock] = {}
+"""A lock for each text: NVRTC compiles several texts at the same time."""
 
 
 @cache
@@ -102,8 +107,22 @@ def compiled(text: str, name: str) -> Any:
         RunError: compilation failed.
     """
     # functools.cache does not keep two threads from compiling the same text; a compilation takes 100 ms and more.
-    with _compiling:
+    with _compiling.setdefault(text, threading.Lock()):
         return _function(text, name, device_number())
+
+
+def compile_side_by_side(works: Sequence[Callable[[], object]]) -> None:
+    """Run works that compile kernels for the current device on all cores; a kernel that fails is left to its user."""
+    device = device_number()
+
+    def run(work: Callable[[], object]) -> None:
+        with cupy.cuda.Device(device), suppress(RunError):
+            work()
+
+    if works:
+        logger.info("Compiling up to %d CUDA kernels on %d cores", len(works), cpu_count())
+        with ThreadPoolExecutor(min(len(works), cpu_count()), "nvrtc") as threads:
+            list(threads.map(run, works))
 
 
 @cache

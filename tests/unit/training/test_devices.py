@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -91,23 +92,28 @@ def test_contexts_are_made_in_a_thread(
     assert driver.threads and threading.current_thread() not in driver.threads
 
 
-def test_cudnns_engines_are_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """cuDNN's convolutions are in libraries of some hundred megabytes."""
+ENGINES = ["libcudnn_engines_precompiled.so.9", "libcudnn_engines_runtime_compiled.so.9"]
+
+
+@pytest.mark.parametrize(("linked", "engines"), [("", ENGINES), (":{}/other:", ENGINES), (":{}/of_the_system", [])])
+def test_cudnns_engines_are_loaded_if_the_frontend_takes_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, linked: str, engines: list[str]
+) -> None:
+    """The frontend prefers a cuDNN of LD_LIBRARY_PATH, which fails beside the engines of another release."""
+    for name in ("other", "of_the_system"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "of_the_system" / "libcudnn.so.9").touch()
     folder = tmp_path / "nvidia" / "cudnn" / "lib"
     folder.mkdir(parents=True)
-    for name in ("libcudnn.so.9", "libcudnn_engines_precompiled.so.9", "libcudnn_engines_runtime_compiled.so.9"):
+    for name in ("libcudnn.so.9", *ENGINES):
         (folder / name).touch()
-    found = SimpleNamespace(submodule_search_locations=[str(folder.parent)])
-    monkeypatch.setattr(devices, "find_spec", {"nvidia.cudnn": found}.get)
+    monkeypatch.setattr(sysconfig, "get_path", {"purelib": str(tmp_path)}.get)
+    monkeypatch.setenv("LD_LIBRARY_PATH", linked.format(tmp_path))
     loaded: list[str] = []
     monkeypatch.setattr(devices, "load_library", lambda name: loaded.append(name) or Driver())
     devices.preload_cuda([0])
     wait_for_preload()
-    assert [Path(name).name for name in loaded] == [
-        "libcuda.so.1",
-        "libcudnn_engines_precompiled.so.9",
-        "libcudnn_engines_runtime_compiled.so.9",
-    ]
+    assert [Path(name).name for name in loaded] == ["libcuda.so.1", *engines]
 
 
 def test_without_a_driver_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:

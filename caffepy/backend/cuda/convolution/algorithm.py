@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from caffepy.backend.cuda.compiler import aligned, launch_blocks, library_kernel
@@ -88,6 +88,9 @@ class Tuner(Protocol):
     enabled: bool
     """Whether candidates are timed."""
 
+    def will_time(self, task: Task, resources: Resources) -> bool:
+        """Return whether `choose` will time the candidates of a task."""
+
     def choose(
         self, task: Task, families: Sequence[AlgorithmFamily], operands: Operands | None, resources: Resources
     ) -> Candidate | None:
@@ -107,6 +110,7 @@ class Resources:
         tuner: chooses among candidates.
         deterministic: whether every run must give the same bits.
         plans: cuDNN plans stored by earlier processes.
+        compiled: tasks whose own kernels are compiled, with the kernels' form.
     """
 
     cudnn: Any
@@ -117,6 +121,7 @@ class Resources:
     tuner: Tuner
     deterministic: bool = True
     plans: PlanCache | None = None
+    compiled: set[tuple[Task, str]] = field(default_factory=set)
 
 
 def fits(array: Array, dtype: str) -> bool:

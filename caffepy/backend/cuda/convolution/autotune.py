@@ -138,6 +138,10 @@ SMALLEST_STEP = 2.0**-23
 """Additional absolute tolerance: float16 numbers near zero are 2^-24 apart."""
 
 
+PROGRESS_SECONDS = 5.0
+"""Seconds between two lines about a tuning that takes long."""
+
+
 class Autotuner:
     """Times candidates and keeps the fastest, for one backend.
 
@@ -150,6 +154,12 @@ class Autotuner:
         self.enabled = enabled
         self._device = device
         self._decisions = decisions(cache_file())
+        self._timed = 0
+        self._told = monotonic()
+
+    def will_time(self, task: Task, resources: Resources) -> bool:
+        known = not self.enabled or self._decisions.get(self._key(task, resources)) is not None
+        return not known and not is_capturing()
 
     def choose(
         self, task: Task, families: Sequence[AlgorithmFamily], operands: Operands | None, resources: Resources
@@ -179,9 +189,16 @@ class Autotuner:
                 if chosen.name == kept.name:
                     _keep(chosen)
                 chosen = _find(kept.name, families) or chosen  # a new object, without the plans that were not chosen
+            self._tell_progress()
         name = "nothing" if chosen is None else chosen.name
         logger.debug("%s: %s, %.1f us, chosen in %.2f s", key, name, microseconds, monotonic() - begin)
         return chosen
+
+    def _tell_progress(self) -> None:
+        self._timed += 1
+        if monotonic() - self._told > PROGRESS_SECONDS:
+            self._told = monotonic()
+            logger.info("Tuning convolutions: %d passes timed so far", self._timed)
 
     def _key(self, task: Task, resources: Resources) -> str:
         p, g = task.problem, task.problem.geometry

@@ -13,10 +13,11 @@ import logging
 import math
 from collections.abc import Iterator
 from enum import Enum
+from functools import cache
 from typing import Any
 
 from caffepy.backend.cuda.convolution.algorithm import Operands, Resources, write_result
-from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
+from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task, suits_depthwise
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.expression import apply
 from caffepy.backend.cuda.memory import Scratch
@@ -31,6 +32,9 @@ twenty (ResNet-50 and MobileNet in FLOAT16 on an H200, total of all tasks)."""
 
 MAX_COMPILED = 3
 """The same for plans that cuDNN compiles at run time, in about 0.3 s each."""
+
+MAX_BESIDE_OWN = {False: 3, True: 1}
+"""Both limits for depthwise convolutions, which have own kernels: cuDNN takes 0.1 to 0.6 s to load each such plan."""
 
 FIRST, SECOND, OUT, BIAS, SUM, SQUARES, RESIDUAL = 1, 2, 3, 4, 5, 6, 7
 """Identifiers of a graph's tensors."""
@@ -91,6 +95,16 @@ class PlanKind(Enum):
     FALLBACK = "fallback cuDNN"  # generic engines, mostly slow
 
 
+@cache
+def _warn_of_mixed_releases(version: int) -> None:
+    """Say once per process that cuDNN is not usable."""
+    logger.warning(
+        "cuDNN %d cannot load its libraries, so convolutions run without it, several times slower; mostly two releases "
+        "are mixed: compare the folders of LD_LIBRARY_PATH with `pip list | grep cudnn`, and leave one of them",
+        version,
+    )
+
+
 class CudnnGraph:
     """One operation graph with the plans that heuristics propose for it.
 
@@ -139,7 +153,9 @@ class CudnnGraph:
             graph.build_operation_graph()
             # Pass all notes in one call: release 1.18 confuses the notes of separate calls.
             graph.create_execution_plans(modes)
-        except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError):
+        except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError) as error:
+            if "SUBLIBRARY" in str(error):
+                _warn_of_mixed_releases(cudnn.backend_version())
             return False
         self._bar(graph)
         return True
@@ -440,7 +456,10 @@ def _plans(graph: CudnnGraph, kind: PlanKind, prefix: str, kept: str | None = No
 
 def _proposed_plans(graph: CudnnGraph, kind: PlanKind, prefix: str) -> Iterator[CudnnPlan]:
     """Yield plans until enough could be prepared; query the slow heuristics if the fast ones give too few."""
-    most = MAX_COMPILED if kind is PlanKind.COMPILED else MAX_PLANS
+    compiled = kind is PlanKind.COMPILED
+    most = MAX_COMPILED if compiled else MAX_PLANS
+    if suits_depthwise(graph.task):
+        most = MAX_BESIDE_OWN[compiled]
     seen: set[str] = set()
     usable = 0
     # The second heuristic takes long; it is asked only if the first one gives too few plans.

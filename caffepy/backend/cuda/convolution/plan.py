@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
+from caffepy.backend.cuda.compiler import compile_side_by_side
 from caffepy.backend.cuda.convolution.algorithm import (
     UNFUSED,
     AlgorithmFamily,
@@ -275,22 +276,55 @@ class TunedConvolution:
     Args:
         problem: the shapes.
         resources: shared resources of the backend's convolutions.
+        planned: all problems of the backend.
     """
 
-    def __init__(self, problem: Problem, resources: Resources) -> None:
+    def __init__(self, problem: Problem, resources: Resources, planned: Iterable[Problem]) -> None:
         self.problem = problem
         self._resources = resources
+        self._planned = planned
         self._chosen: dict[Task, Candidate | None] = {}
-        self._gradients: dict[bool, DepthwiseGradients] = {}
         self._normalised: dict[tuple[Task, bool], DepthwiseWalk] = {}
 
     def candidate(self, task: Task, operands: Operands | None) -> Candidate | None:
         """Return the candidate for a task, or None; `operands` are arrays for timing, if available."""
         # Chosen in the first pass, with that pass's arrays: the times are those of the net's own data.
         if task not in self._chosen:
+            if self._resources.tuner.will_time(task, self._resources):
+                self._compile_alike(task, self._own_candidates)
             families = algorithm_families(task, self.run, self.candidate, self._resources)
             self._chosen[task] = self._resources.tuner.choose(task, families, operands, self._resources)
         return self._chosen[task]
+
+    def _compile_alike(self, task: Task, candidates: Callable[[Task], Iterable[Candidate]], form: str = "") -> None:
+        """Compile kernels for this task of all planned problems: a net that runs one runs the others soon."""
+        forms = dict.fromkeys((task, task.plain))  # a fused task is compared with the plain one and its epilogue
+        tasks = [replace(form, problem=p) for form in forms for p in self._planned if math.prod(p.y)]
+        new = [each for each in tasks if (each, form) not in self._resources.compiled]
+        self._resources.compiled.update((each, form) for each in new)
+        compile_side_by_side([candidate.prepare for each in new for candidate in candidates(each)])
+
+    def _own_candidates(self, task: Task) -> list[Candidate]:
+        return [candidate for family in _own_kernels(task, self._resources) for candidate in family.candidates()]
+
+    def _normalised_candidates(self, task: Task, relu: bool) -> list[DepthwiseWalk]:
+        """Return the candidate with a normalised bottom: a forward pass, or both gradients for a data task."""
+        walk = walk_of(task)
+        if walk is None:
+            return []
+        if task.direction is Direction.DATA:
+            return [DepthwiseGradients(task.problem, relu, walk, self._resources)]
+        return [DepthwiseWalk(task, walk, self._resources, relu)]
+
+    def _normalised_candidate(self, task: Task, relu: bool) -> DepthwiseWalk:
+        if (task, relu) not in self._normalised:
+            make = partial(self._normalised_candidates, relu=relu)
+            self._compile_alike(task, make, f"normalised {relu}")
+            (chosen,) = make(task)
+            # Compiled now, in the eager pass: a capture may not load kernels.
+            chosen.prepare()
+            self._normalised[task, relu] = chosen
+        return self._normalised[task, relu]
 
     def run(self, task: Task, operands: Operands) -> None:
         given = (operands.bias is not None, operands.sums is not None, operands.residual is not None)
@@ -355,13 +389,7 @@ class TunedConvolution:
             y if fits(y, dtype) else view(self._resources.scratch.get("converted output", y.size, dtype), y.shape),
             sums=sums,
         )
-        if (task, bottom.relu) not in self._normalised:
-            walk = walk_of(task)
-            assert walk is not None
-            chosen = self._normalised[task, bottom.relu] = DepthwiseWalk(task, walk, self._resources, bottom.relu)
-            # Compiled now, in the eager pass: a capture may not load kernels.
-            chosen.prepare()
-        self._normalised[task, bottom.relu].run_normalised(bottom, operands)
+        self._normalised_candidate(task, bottom.relu).run_normalised(bottom, operands)
         if operands.out is not y:
             write_result(operands.out, Operands(bottom.x, weights, y))
 
@@ -377,12 +405,9 @@ class TunedConvolution:
             out=dx if fits(dx, dtype) else view(scratch.get("converted output", dx.size, dtype), self.problem.x),
         )
         x = self._as_operand(bottom.x, self.problem.x, "converted third input", dtype)
-        if bottom.relu not in self._gradients:
-            walk = walk_of(Task(self.problem, Direction.DATA))
-            assert walk is not None
-            chosen = self._gradients[bottom.relu] = DepthwiseGradients(self.problem, bottom.relu, walk, self._resources)
-            chosen.prepare()
-        self._gradients[bottom.relu].run_all(replace(bottom, x=x), operands, dweights)
+        gradients = self._normalised_candidate(Task(self.problem, Direction.DATA), bottom.relu)
+        assert isinstance(gradients, DepthwiseGradients)
+        gradients.run_all(replace(bottom, x=x), operands, dweights)
         if operands.out is not dx:
             write_result(operands.out, Operands(dy, weights, dx))
 
@@ -428,7 +453,7 @@ class CudaConvolution(ConvolutionPrimitives, CudaMemory):
     ) -> Convolution:
         problem = Problem(tuple(x_shape), tuple(weights_shape), geometry, dtype)
         if problem not in self._convolutions:
-            self._convolutions[problem] = TunedConvolution(problem, self._resources)
+            self._convolutions[problem] = TunedConvolution(problem, self._resources, self._convolutions)
         return self._convolutions[problem]
 
     def convolve_and_add(

@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +40,7 @@ def install(monkeypatch: pytest.MonkeyPatch, compiler: Any, get_function: Callab
     cuda = SimpleNamespace(
         runtime=SimpleNamespace(getDevice=lambda: 0), compiler=SimpleNamespace(CompileException=CompileError)
     )
+    cuda.Device = lambda number: nullcontext()
     raw_module = SimpleNamespace(get_function=get_function)
     monkeypatch.setattr(compiler, "cupy", SimpleNamespace(cuda=cuda, RawModule=lambda code, options: raw_module))
 
@@ -64,6 +68,25 @@ def test_kernels_that_cannot_be_kept_are_compiled_in_memory(
         assert compiler.compiled("text", "g") == "kernel g"
     (record,) = caplog.records
     assert "/home/user/.cupy" in record.getMessage()
+
+
+def test_kernels_are_compiled_at_the_same_time(monkeypatch: pytest.MonkeyPatch, compiler: Any) -> None:
+    """Each kernel waits for the other; a third that fails is left to its user."""
+    both = threading.Barrier(2, timeout=60)
+
+    def get_function(name: str) -> str:
+        if name == "wrong":
+            raise CompileError("an error")
+        both.wait()
+        return name
+
+    install(monkeypatch, compiler, get_function)
+    monkeypatch.setattr(compiler, "cpu_count", lambda: 3)
+    works = [partial(compiler.compiled, f"text of {name}", name) for name in ("wrong", "first", "second")]
+    compiler.compile_side_by_side(works)
+    assert [compiler.compiled(f"text of {name}", name) for name in ("first", "second")] == ["first", "second"]
+    with pytest.raises(RunError, match="an error"):
+        works[0]()
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(0.001, 0), (0.4, 1)])
