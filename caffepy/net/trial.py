@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -25,22 +26,26 @@ from caffepy.net.record_shape import label_shapes, object_list, told_shape, with
 Shape = tuple[int, ...]
 
 BUILDS, RUNS = "builds", "runs"
+MOST_STAGES = 6
+"""Stages of a net, of which pairs are tried."""
 TRIAL_BATCH = 2
-"""Records of a batch, if the net builds with it."""
+"""Records of a batch."""
 
 
 def net_states(param: caffe_pb2.NetParameter) -> list[caffe_pb2.NetState]:
-    """Return a state for each phase and stage that the rules of the net's layers name; TEST if they name no phase.
+    """Return a state for each phase and set of stages that the rules of the net's layers name; TEST if no phase.
 
-    States that leave the same layers count once. A state without a layer that makes blobs is left out.
+    States that leave the same layers count once. A state without a layer that makes blobs is left out. Sets have two
+    stages at most, and one if there are more than `MOST_STAGES`.
     """
     rules = [rule for layer in param.layer for rule in (*layer.include, *layer.exclude)]
     phases = sorted({rule.phase for rule in rules if rule.HasField("phase")} or {caffe_pb2.TEST})
     stages = sorted({stage for rule in rules for stage in (*rule.stage, *rule.not_stage)})
     found: dict[bytes, caffe_pb2.NetState] = {}
+    most = 2 if len(stages) <= MOST_STAGES else 1
     for phase in phases:
-        for stage in [*([stage] for stage in stages), []]:
-            state = net_state(phase, param.state, caffe_pb2.NetState(stage=stage))
+        for chosen in itertools.chain(*(itertools.combinations(stages, count) for count in range(most + 1))):
+            state = net_state(phase, param.state, caffe_pb2.NetState(stage=chosen))
             layers = filter_net(param, state).layer
             if any(not layer.bottom for layer in layers):
                 found.setdefault(b"".join(layer.SerializeToString() for layer in layers), state)
@@ -48,9 +53,10 @@ def net_states(param: caffe_pb2.NetParameter) -> list[caffe_pb2.NetState]:
 
 
 def try_net(param: caffe_pb2.NetParameter, path: Path, record: Shape | None = None) -> Iterator[str]:
-    """Build a net in each of its states, then run it forward, and backward in the TRAIN phase.
+    """Build a net in its states, then run it forward in each, and backward in the TRAIN phase.
 
-    Data layers become DummyData layers of `TRIAL_BATCH` records. Files are not read by data layers and not written.
+    No rule says which stages belong together: a phase counts as built if the net is built in one of its states. Data
+    layers become DummyData layers. No file is written.
 
     Args:
         param: the net as read.
@@ -58,40 +64,48 @@ def try_net(param: caffe_pb2.NetParameter, path: Path, record: Shape | None = No
         record: shape of a record, for data layers whose fields do not tell it.
 
     Yields:
-        `BUILDS` when the net is built in all states, then `RUNS`.
+        `BUILDS` when the net is built in each phase, then `RUNS`.
 
     Raises:
-        CaffepyError: the net is refused in one of the states.
+        CaffepyError: the net is refused in all states of a phase, or a pass fails.
     """
     resolve = PathResolver(path)
+    nets, refused = list[caffe_pb2.NetParameter](), dict[int, CaffepyError]()
+    for state in net_states(param):
+        try:
+            nets.append(prepared(filter_net(param, state), record, resolve))
+        except CaffepyError as error:
+            refused.setdefault(state.phase, error)
+    for phase in refused.keys() - {net.state.phase for net in nets}:
+        raise refused[phase]
+    yield BUILDS
     backend = create_backend(threads=1)
     with backend.activate():
-        nets = []
-        for state in net_states(param):
-            trial = prepared(filter_net(param, state), record, resolve)
-            nets.append(Net(trial, LayerContext(backend, phase=state.phase, resolve=resolve), state))
-        yield BUILDS
-        for net in nets:
+        for each in nets:
+            net = _build(each, backend, resolve)
             _fill(net)
             net.clear_param_diffs()
             net.forward()
             net.raise_device_errors()
-            if net.context.phase == caffe_pb2.TRAIN and any(any(layer.loss_weights) for layer in net.layers):
+            if net.phase == caffe_pb2.TRAIN and any(any(layer.loss_weights) for layer in net.layers):
                 net.backward()
-        yield RUNS
+            net.close()
+    yield RUNS
 
 
 def prepared(net: caffe_pb2.NetParameter, record: Shape | None, resolve: PathResolver) -> caffe_pb2.NetParameter:
-    """Return a filtered net without data: made-up records, labels of the shapes that their readers take.
+    """Return a filtered net without data that can be built: made-up records, labels of the shapes that readers take.
+
+    Batches have `TRIAL_BATCH` records, or the file's own number if a layer wants it.
 
     Args:
-        net: the net, filtered for one state.
+        net: the net, filtered for one state; it is changed.
         record: shape of a record, for data layers whose fields do not tell it.
         resolve: of the net's paths.
 
     Raises:
         DataError: a data layer's fields do not tell the shape of a record, and `record` is None.
-        ConfigError: a data layer has no batch size.
+        CaffepyError: the net cannot be built.
     """
     _remove_outputs(net)
     shapes = _told_shapes(net, record)
@@ -100,8 +114,9 @@ def prepared(net: caffe_pb2.NetParameter, record: Shape | None, resolve: PathRes
     result = without_data(small, shapes, filler="gaussian")
     try:
         _build(result, MetaBackend(), resolve)
-    except CaffepyError:  # a layer may want the file's own batch
-        return without_data(net, shapes, filler="gaussian")
+    except CaffepyError:
+        result = without_data(net, shapes, filler="gaussian")
+        _build(result, MetaBackend(), resolve)
     return result
 
 
