@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,14 +37,18 @@ MEBIBYTE, GIBIBYTE = 2**20, 2**30
 class NetCommand(StateOptions, ReadsNets):
     """Show a model's layers and memory.
 
-    Print a net's layers, or predict its GPU memory.
+    Print a net's layers, predict its GPU memory, or tell what the nets below a folder lack.
 
       caffepy net --model models/resnet50/train_val.prototxt --fused
       caffepy net --solver models/resnet50/solver.prototxt --memory --batch 256 --limit 24
+      caffepy net --survey ~/models
     """
 
     model: Path | None = option("the net's prototxt (this or --solver is needed)", Path)
     solver: Path | None = option("the solver's prototxt, whose net is shown", Path)
+    survey: Path | None = option(
+        "read every prototxt below a folder, run the nets without data, and list what is missing", Path, "FOLDER"
+    )
     phase: str = option("TRAIN or TEST", str.upper, default="TRAIN", choices=("TRAIN", "TEST"))
     batch: int | None = option("batch_size instead of the prototxt's", positive)
     shape: tuple[int, ...] | None = option("shape of one record, if the data are missing", record_shape)
@@ -55,17 +60,27 @@ class NetCommand(StateOptions, ReadsNets):
     limit: float | None = option(
         "with --memory: the largest batch that fits into GIB", positive_number, "GIB", excludes="gpu"
     )
+    jobs: int | None = option("with --survey: processes at a time (default: one for each core)", positive)
+    seconds: float = option("with --survey: the longest run of a net", positive_number, default=60.0)
 
     def run(self) -> int:
         """Print the tables to stdout.
 
         Raises:
-            ConfigError: not exactly one of --model and --solver, or the net has no layers in the phase.
+            ConfigError: not exactly one of --model, --solver and --survey, or the net has no layers in the phase.
             CaffepyError: the files cannot be used.
         """
-        path = self.model or self.solver
-        if path is None or (self.model and self.solver):
-            raise ConfigError("net needs either --model train_val.prototxt or --solver solver.prototxt")
+        path = self.model or self.solver or self.survey
+        if path is None or sum(map(bool, (self.model, self.solver, self.survey))) > 1:
+            raise ConfigError(
+                "net needs either --model train_val.prototxt, --solver solver.prototxt or --survey FOLDER"
+            )
+        if self.survey is not None:
+            from caffepy.cli.survey import survey
+
+            jobs = self.jobs or len(os.sched_getaffinity(0))
+            survey(self.survey, self.shape, jobs, self.seconds, self.plugins, self.proto)
+            return 0
         from caffepy.cli.nets import refuse_net_without_layers
 
         described = _read(self, path)

@@ -96,6 +96,23 @@ def leave_out(text: str, root: Any, ignored: frozenset[str], origin: str) -> str
     return "".join([*parts, text[at:]])
 
 
+def unknown_fields(text: str, root: Any) -> dict[str, list[str]]:
+    """Return the fields of a prototxt that the schema lacks, each with the names of its layers.
+
+    Args:
+        text: the prototxt. If it does not parse, the result may be incomplete.
+        root: the descriptor of the message that the text describes.
+
+    Returns:
+        Layers by ``Message.field``, in order; "" stands for a field outside of layers. Fields inside of an unknown
+        field are not listed.
+    """
+    found: dict[str, list[str]] = {}
+    for name, layer, _, _ in _ignored_parts(text, root, frozenset({ALL})):
+        found.setdefault(name, []).append(layer.removeprefix("layer ").strip("\"'"))
+    return found
+
+
 @cache
 def tell_ignored(name: str, where: str) -> None:
     """Log an ignored field, once in a process."""

@@ -441,6 +441,14 @@ V1_TYPES = {
     V1LayerParameter.VOXEL_SOFTMAX_LOSS: "SoftmaxWithLoss",
 }
 
+V1_WORDS = {
+    **{word: word for word in ("BN", "CRF", "CTC", "ELU", "GRU", "LRN", "LSTM", "MVN", "RNN", "ROI", "SPP")},
+    "PRELU": "PReLU",
+    "RELU": "ReLU",
+    "TANH": "TanH",
+}
+"""Words of V1 types of forks that layer types write in another way than with one capital."""
+
 TRANSFORM_HOLDERS = {
     V1LayerParameter.DATA: "data_param",
     V1LayerParameter.IMAGE_DATA: "image_data_param",
@@ -496,8 +504,7 @@ def upgrade_v1_layer(old: V1LayerParameter, new: LayerParameter) -> None:
         if field.name in PER_PARAMETER:
             _set_param_specs(field.name, value, new)
         elif field.name == "type":
-            # A type of a registered schema keeps its name.
-            new.type = V1_TYPES[value] if value in V1_TYPES else V1LayerParameter.LayerType.Name(value)
+            new.type = V1_TYPES[value] if value in V1_TYPES else type_of_v1_name(V1LayerParameter.LayerType.Name(value))
         elif field.name == "softmaxloss_param":
             new.loss_param.MergeFrom(value)
         elif field.name != "layer":
@@ -506,6 +513,11 @@ def upgrade_v1_layer(old: V1LayerParameter, new: LayerParameter) -> None:
         _move_clip_settings(new)
     elif old.type == V1LayerParameter.VOXEL_SOFTMAX_LOSS:
         new.loss_param.normalization = LossParameter.FULL
+
+
+def type_of_v1_name(name: str) -> str:
+    """Return the layer type for a V1 type that only a fork's schema has: ``WindowSegData`` for ``WINDOW_SEG_DATA``."""
+    return "".join(V1_WORDS.get(word, word.capitalize()) for word in name.split("_"))
 
 
 def _move_clip_settings(layer: LayerParameter) -> None:

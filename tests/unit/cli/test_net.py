@@ -199,7 +199,7 @@ def test_no_batch_makes_a_blob_that_caffe_does_not_allow(capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "net needs either --model train_val.prototxt or --solver solver.prototxt"),
+        ([], "net needs either --model train_val.prototxt, --solver solver.prototxt or --survey FOLDER"),
         (["--model=net.prototxt", "--solver=solver.prototxt"], "net needs either --model"),
         (["--model=net.prototxt", "--shape=3,x"], "'3,x' is no shape such as 3,224,224"),
         (["--model=net.prototxt", "--shape=3,0,4"], "'3,0,4' is no shape"),

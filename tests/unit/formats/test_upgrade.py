@@ -9,7 +9,15 @@ from caffepy.errors import ConfigError
 from caffepy.formats.fields import LOGGED
 from caffepy.formats.proto.caffe_pb2 import NetParameter, SolverParameter, V0LayerParameter, V1LayerParameter
 from caffepy.formats.prototxt import parse_text
-from caffepy.formats.upgrade import SETTINGS, SOLVER_TYPES, V0_TYPES, V1_TYPES, upgrade_net, upgrade_solver
+from caffepy.formats.upgrade import (
+    SETTINGS,
+    SOLVER_TYPES,
+    V0_TYPES,
+    V1_TYPES,
+    type_of_v1_name,
+    upgrade_net,
+    upgrade_solver,
+)
 
 
 def upgraded(text: str) -> NetParameter:
@@ -307,6 +315,28 @@ def test_every_old_type_has_a_name() -> None:
     assert set(V1_TYPES) == set(V1LayerParameter.LayerType.values())
     assert set(V0_TYPES.values()) <= set(V1_TYPES)
     assert {name for name, _ in SETTINGS.items()} <= set(V0LayerParameter.DESCRIPTOR.fields_by_name)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer_type"),
+    [
+        ("CROP", "Crop"),
+        ("UNPOOLING", "Unpooling"),
+        ("WINDOW_SEG_DATA", "WindowSegData"),
+        ("ELTWISE_ACCURACY", "EltwiseAccuracy"),
+        ("BN", "BN"),
+        ("PRELU", "PReLU"),
+        ("ROI_POOLING", "ROIPooling"),
+        ("SMOOTH_L1_LOSS", "SmoothL1Loss"),
+        *(
+            (V1LayerParameter.LayerType.Name(old), new)
+            for old, new in V1_TYPES.items()
+            if new in ("LRN", "ReLU", "TanH")
+        ),
+    ],
+)
+def test_old_types_of_forks_become_names_of_layer_types(name: str, layer_type: str) -> None:
+    assert type_of_v1_name(name) == layer_type
 
 
 def test_inputs_become_the_first_layer() -> None:

@@ -40,7 +40,6 @@ class Blurred:
         bottom[0].diff[...] = top[0].diff * self.param.blurred_param.alpha
 
 caffepy.register_layer("Blurred", Blurred)
-caffepy.register_layer("BLURRED", Blurred)
 """
 INPUT = 'layer { name: "d" type: "Input" top: "d" input_param { shape { dim: 1 dim: 2 dim: 4 dim: 4 } } }'
 

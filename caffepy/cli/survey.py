@@ -1,0 +1,456 @@
+"""`caffepy net --survey`: the prototxt files below a folder, how far each gets, and what refused ones need."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import multiprocessing
+import os
+import re
+import resource
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from caffepy.cli.options import import_plugin
+from caffepy.cli.output import print_table, showing
+from caffepy.errors import CaffepyError, ConfigError, one_line
+
+if TYPE_CHECKING:
+    from caffepy.formats.proto import caffe_pb2
+
+NET, SOLVER, OTHER = "nets", "solvers", "other"
+LOADS, BUILDS, RUNS = "load", "builds", "runs"
+ENDINGS = (".prototxt", ".pt", ".pbtxt")
+MEMORY = 8 * 2**30
+"""Bytes of a process that runs a net."""
+
+_COMMENT = re.compile(r"#[^\n]*")
+_LAYERS = re.compile(r"\blayers?\s*\{")
+_OF_SOLVER = re.compile(r"^\s*(base_lr|lr_policy|train_net|test_iter|net_param|max_iter)\s*[:{]", re.MULTILINE)
+_OF_NET = re.compile(r"^\s*(name|input|input_dim|input_shape)\s*[:{]", re.MULTILINE)
+_PLACEHOLDER = re.compile(r"""^[^#"'\n]*(\$[\w{#(]|\{\{|\{%|%\()""", re.MULTILINE)
+"""Of a template, outside of strings and comments."""
+_VALUE = re.compile(r"unknown value '([^']*)' of ([\w.]+)")
+_SPECIFIC = re.compile(r"'[^']*'|\d+")
+"""What differs among messages of one kind."""
+
+
+@dataclass(frozen=True, order=True)
+class Missing:
+    """What a file needs that caffepy lacks: a type, field, value, module, template or an error's message."""
+
+    kind: str
+    name: str
+
+    def text(self) -> str:
+        """Return its name for the table."""
+        return f"{self.kind} {self.name}" if self.kind != "error" else self.name
+
+    def remedy(self) -> str:
+        """Return what opens the files."""
+        return {
+            "type": f"caffepy layer-stub {self.name} --proto caffe.proto, or --alias {self.name}=KNOWN_TYPE",
+            "field": f"--proto caffe.proto, or --ignore-fields {self.name}",
+            "value": "--proto caffe.proto",
+            "module": "add its folder to PYTHONPATH",
+            "template": "a script fills it in; give the result",
+        }.get(self.kind, "")
+
+
+@dataclass
+class Surveyed:
+    """A file and what became of it.
+
+    Args:
+        path: the file.
+        kind: `NET`, `SOLVER` or `OTHER`.
+        reached: of `LOADS`, `BUILDS` and `RUNS`.
+        missing: what it needs; empty if it loads.
+        error: why a net that loads is not run, or does not build or run.
+        structure: the layer types with the fields that are set; nets of equal structure run once.
+    """
+
+    path: Path
+    kind: str = OTHER
+    reached: set[str] = field(default_factory=set)
+    missing: list[Missing] = field(default_factory=list)
+    error: str = ""
+    structure: frozenset[str] = frozenset()
+
+
+# -- reading ---------------------------------------------------------------------------------------------
+
+
+def kind_of(text: str) -> str:
+    """Return the kind of a prototxt's text: `NET`, also without layers, `SOLVER`, or `OTHER` such as a label map."""
+    text = _COMMENT.sub("", text)
+    solver = _OF_SOLVER.search(text) is not None
+    if _LAYERS.search(text) and not (solver and "net_param" in text):
+        return NET
+    return SOLVER if solver else OTHER
+
+
+def examine(path: Path) -> Surveyed:
+    """Read a net or a solver, and list what it needs that caffepy lacks."""
+    from caffepy.formats.load import MAX_TEXT_BYTES
+    from caffepy.formats.prototxt import decode_text
+    from caffepy.utils.files import read_input
+
+    result, text = Surveyed(path), ""
+    try:
+        text = decode_text(read_input(path, "prototxt", ConfigError, MAX_TEXT_BYTES, "it is no prototxt"), str(path))
+        result.kind = kind_of(text)
+        if result.kind == NET:
+            _examine_net(result, text)
+        elif result.kind == SOLVER:
+            _examine_solver(path)
+    except CaffepyError as error:
+        result.missing.append(_missing_of(error, path, text))
+    except Exception as error:
+        result.missing.append(Missing("error", _bug(error)))
+    if not result.missing and result.kind != OTHER:
+        result.reached.add(LOADS)
+    return result
+
+
+def _examine_net(result: Surveyed, text: str) -> None:
+    from caffepy.formats.ignore import unknown_fields
+    from caffepy.formats.load import read_net
+    from caffepy.formats.proto import caffe_pb2
+
+    fields: Mapping[str, list[str]] = {}
+    try:
+        param = read_net(result.path)
+    except ConfigError as error:
+        fields = unknown_fields(text, caffe_pb2.NetParameter.DESCRIPTOR)
+        if not fields:
+            raise
+        result.missing += [Missing("field", name) for name in fields]
+        try:
+            param = read_net(result.path, ("all",))
+        except ConfigError as second:
+            if str(second) == str(error):
+                result.missing.clear()
+            raise
+    types = {layer.type for layer in param.layer if not _is_known(layer.type)}
+    of_layer = {layer.name: layer.type for layer in param.layer}
+    brought = {
+        name for name, layers in fields.items() if layers and all(of_layer.get(layer) in types for layer in layers)
+    }
+    result.missing = [each for each in result.missing if each.name not in brought]
+    result.missing += [Missing("type", name) for name in sorted(types)]
+    modules = {layer.python_param.module for layer in param.layer if layer.type == "Python"} - {""}
+    result.error = next((f"needs the Python module {name}" for name in sorted(modules) if not _can_import(name)), "")
+    result.structure = _structure(param)
+
+
+def _examine_solver(path: Path) -> None:
+    from caffepy.formats.load import read_solver
+    from caffepy.training.rules import RULES
+    from caffepy.training.solver_check import check_values
+
+    solver = read_solver(path)
+    check_values(solver, str(path))
+    RULES.get(solver.type, "solver")
+
+
+def _is_known(type_name: str) -> bool:
+    from caffepy.layers.layer import layer_class
+
+    try:
+        layer_class(type_name)
+    except ConfigError:
+        return False
+    return True
+
+
+def _can_import(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _structure(param: caffe_pb2.NetParameter) -> frozenset[str]:
+    from caffepy.formats.messages import walk_fields
+
+    return frozenset(
+        f"{layer.type} {' '.join(sorted({value.path for value in walk_fields(layer)}))}" for layer in param.layer
+    )
+
+
+def _missing_of(error: CaffepyError, path: Path, text: str) -> Missing:
+    """Return what an error of reading is about."""
+    if _PLACEHOLDER.search(text):
+        return Missing("template", "with placeholders")
+    if found := _VALUE.search(str(error)):
+        return Missing("value", f"{found[2]}.{found[1]}")
+    return Missing("error", _message(error, path))
+
+
+def _message(error: CaffepyError, path: Path) -> str:
+    """Return an error's message without the file that it begins with."""
+    return one_line(re.sub(rf"^{re.escape(str(path))}(:\d+)*: ", "", str(error)))
+
+
+def _bug(error: Exception) -> str:
+    return f"a bug in caffepy: {type(error).__name__}: {one_line(str(error))}"
+
+
+@contextmanager
+def _schema(proto: Path | None) -> Iterator[None]:
+    """Let processes that start within the block read nets with a fork's schema; None: with that of this process."""
+    from caffepy.formats.proto.schemas import VARIABLE
+
+    before = os.environ.get(VARIABLE)
+    if proto is not None:
+        os.environ[VARIABLE] = str(proto)
+    try:
+        yield
+    finally:
+        if proto is not None:
+            os.environ.pop(VARIABLE)
+            if before is not None:
+                os.environ[VARIABLE] = before
+
+
+def _start(plugins: Sequence[str]) -> None:
+    """Prepare a process that reads nets."""
+    logging.getLogger("caffepy").setLevel(logging.CRITICAL)
+    for plugin in plugins:
+        import_plugin(plugin)
+
+
+def examine_all(
+    paths: Sequence[Path],
+    jobs: int,
+    plugins: Sequence[str] = (),
+    proto: Path | None = None,
+    done: Callable[[], None] = lambda: None,
+) -> list[Surveyed]:
+    """Read files in processes of their own, each with the schema of `proto` if it is given.
+
+    Raises:
+        ConfigError: a process ends, for example because `proto` is not a schema.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    found = list[Surveyed]()
+    with _schema(proto), ProcessPoolExecutor(min(jobs, len(paths) or 1), spawn, _start, (list(plugins),)) as pool:
+        try:
+            for one in pool.map(examine, paths, chunksize=4):
+                found.append(one)
+                done()
+        except BrokenProcessPool as error:
+            raise ConfigError(f"the files cannot be read{f' with --proto {proto}' if proto else ''}: {error}") from None
+    return found
+
+
+# -- running ---------------------------------------------------------------------------------------------
+
+
+def _run_in_child(path: Path, record: tuple[int, ...] | None, connection: Connection) -> None:
+    """Send the stages that a net reaches, and at the end the message of its error or ''."""
+    from caffepy.formats.load import read_net
+    from caffepy.net.trial import try_net
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    logging.getLogger("caffepy").setLevel(logging.CRITICAL)
+    try:
+        for stage in try_net(read_net(path), path, record):
+            connection.send((stage, ""))
+        connection.send(("", ""))
+    except MemoryError:
+        connection.send(("", f"needs more than {MEMORY >> 30} GiB"))
+    except CaffepyError as error:
+        connection.send(("", _message(error, path)))
+    except Exception as error:
+        connection.send(("", _bug(error)))
+
+
+def run_all(
+    nets: Sequence[Surveyed],
+    record: tuple[int, ...] | None,
+    jobs: int,
+    seconds: float,
+    done: Callable[[], None] = lambda: None,
+) -> None:
+    """Run each net in a process of its own, `jobs` at a time; it has `seconds` and `MEMORY`.
+
+    Fill `reached` and `error`.
+    """
+    importlib.import_module("caffepy.net.trial")  # once, before the forks
+    waiting = list(reversed(nets))
+    running: dict[Connection, tuple[Surveyed, ForkProcess, float]] = {}
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            net = waiting.pop()
+            ours, theirs = multiprocessing.Pipe(duplex=False)
+            process = ForkProcess(target=_run_in_child, args=(net.path, record, theirs))
+            process.start()
+            theirs.close()
+            running[ours] = net, process, time.monotonic() + seconds
+        for ready in wait(list(running), timeout=0.5):
+            assert isinstance(ready, Connection)
+            net, process, _ = running[ready]
+            try:
+                stage, error = ready.recv()
+                net.error = error
+                net.reached |= {stage} - {""}
+            except EOFError:
+                process.join()
+                if process.exitcode and not net.error:
+                    net.error = f"the process ended with {process.exitcode}"
+                del running[ready]
+                done()
+        for net, process, end in running.values():
+            if time.monotonic() > end and process.is_alive():
+                net.error = f"takes longer than {seconds:g} s"
+                process.kill()
+
+
+# -- the report ------------------------------------------------------------------------------------------
+
+
+def survey(
+    folder: Path, record: tuple[int, ...] | None, jobs: int, seconds: float, plugins: Sequence[str], proto: Path | None
+) -> None:
+    """Read the prototxt files below a folder, run their nets, and print the report.
+
+    Args:
+        folder: with files of any depth. Links to folders are not followed.
+        record: shape of a record, for data layers whose fields do not tell it.
+        jobs: processes at a time.
+        seconds: longest run of a net.
+        plugins: modules of layer types.
+        proto: the schema of this process; None: schemas below the folder are tried on files that are refused.
+
+    Raises:
+        ConfigError: there is no such folder, or it has no prototxt.
+    """
+    paths, schemas = _find_files(folder)
+    with showing("files") as progress:
+        progress.total = len(paths)
+
+        def count() -> None:
+            progress.done += 1
+
+        files = examine_all(paths, jobs, plugins, done=count)
+    chosen: dict[frozenset[str], Surveyed] = {}
+    for one in files:
+        if one.kind == NET and LOADS in one.reached and one.structure and not one.error:
+            chosen.setdefault(one.structure, one)
+    with showing("nets") as progress:
+        progress.total = len(chosen)
+        run_all(list(chosen.values()), record, jobs, seconds, count)
+    _print_counts(folder, files, list(chosen.values()))
+    _print_missing(folder, [one for one in files if one.missing])
+    _print_refusals(folder, [one for one in files if one.error])
+    if proto is None:
+        _try_schemas(folder, [one for one in files if one.missing], schemas, jobs, plugins)
+
+
+def _find_files(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return the prototxt files below a folder, and those named caffe.proto."""
+    if not folder.is_dir():
+        raise ConfigError(f"--survey {folder}: no such folder; give a folder that has prototxt files")
+    paths, schemas = list[Path](), list[Path]()
+    for place, folders, names in os.walk(folder):
+        folders.sort()
+        found = [Path(place, name) for name in sorted(names)]
+        paths += [path for path in found if path.suffix in ENDINGS and path.is_file()]
+        schemas += [path for path in found if path.name == "caffe.proto" and path.is_file()]
+    if not paths:
+        raise ConfigError(f"--survey {folder}: no file below it ends with {', '.join(ENDINGS)}")
+    return paths, schemas
+
+
+def _part(path: Path, folder: Path) -> str:
+    """Return the first folder on the way from a folder to a file; '.' if the file is in the folder itself."""
+    parts = path.relative_to(folder).parts
+    return parts[0] if len(parts) > 1 else "."
+
+
+def _print_counts(folder: Path, files: Sequence[Surveyed], chosen: Sequence[Surveyed]) -> None:
+    rows: dict[str, Counter[str]] = {}
+    run = {one.path for one in chosen}
+    for one in files:
+        counts = rows.setdefault(_part(one.path, folder), Counter())
+        counts.update(["files", one.kind])
+        if one.kind == NET:
+            counts.update(one.reached)
+            counts["run"] += one.path in run
+        counts["accepted"] += one.kind == SOLVER and LOADS in one.reached
+    if len(rows) > 1:
+        rows["all"] = sum(rows.values(), Counter())
+    heads = {
+        "files": "files",
+        OTHER: OTHER,
+        SOLVER: SOLVER,
+        "accepted": "accepted",
+        NET: NET,
+        LOADS: LOADS,
+        "run": "distinct",
+        BUILDS: "build",
+        RUNS: "run",
+    }
+    head = ("folder", *heads.values())
+    print_table([head, *((name, *(str(counts[key]) for key in heads)) for name, counts in rows.items())], range(1, 10))
+
+
+def _print_missing(folder: Path, refused: Sequence[Surveyed]) -> None:
+    """Print what refused files need, by the number of files that need it."""
+    if not refused:
+        return
+    needed: dict[Missing, list[Surveyed]] = {}
+    for one in refused:
+        for missing in one.missing:
+            needed.setdefault(missing, []).append(one)
+    print(f"\n{len(refused)} files are refused. 'alone' counts the files that need nothing else.\n")
+    rows = [("files", "alone", "needed", "what opens them", "for example")]
+    for missing, files in sorted(needed.items(), key=lambda item: (-len(item[1]), item[0])):
+        alone = sum(len(one.missing) == 1 for one in files)
+        example = str(files[0].path.relative_to(folder))
+        rows.append((str(len(files)), str(alone), missing.text(), missing.remedy(), example))
+    print_table(rows, (0, 1), (2, 3, 4))
+
+
+def _print_refusals(folder: Path, failed: Sequence[Surveyed]) -> None:
+    """Print why nets that load were not run, were not built or did not run, each kind of message once."""
+    if not failed:
+        return
+    kinds: dict[str, list[Surveyed]] = {}
+    for one in failed:
+        kinds.setdefault(_SPECIFIC.sub("", one.error), []).append(one)
+    print(f"\n{len(failed)} nets load and do not run.\n")
+    rows = [("nets", "message", "for example")]
+    for nets in sorted(kinds.values(), key=len, reverse=True):
+        rows.append((str(len(nets)), nets[0].error, str(nets[0].path.relative_to(folder))))
+    print_table(rows, (0,), (1, 2))
+
+
+def _try_schemas(
+    folder: Path, refused: Sequence[Surveyed], schemas: Iterable[Path], jobs: int, plugins: Sequence[str]
+) -> None:
+    """Print how many refused files of a repository load with the repository's own caffe.proto."""
+    for schema in schemas:
+        part = _part(schema, folder)
+        own = schema.relative_to(folder).parts[:-1] == ("src", "caffe", "proto")  # the folder is the repository
+        paths = [one.path for one in refused if own or _part(one.path, folder) == part]
+        if not paths:
+            continue
+        try:
+            found = examine_all(paths, jobs, plugins, schema)
+        except ConfigError as error:
+            print(f"\n{error}")
+            continue
+        opened = [one for one in found if LOADS in one.reached]
+        print(f"\nWith --proto {schema} {len(opened)} of {len(paths)} refused files load.")
