@@ -71,7 +71,7 @@ class _Unit:
         convolution.num_output, convolution.bias_term = num_output, False
         convolution.kernel_size.append(kernel)
         convolution.pad.append(kernel // 2)
-        self._block, self._weights, self._others = block, weights, others
+        self._block, self.weights, self.others = block, weights, others
         self._norm, self._relu = _NormalisationLayer(param, block.context), ReLULayer(param, block.context)
         self._convolution, self._dropout = (kind(param, block.context) for kind in (ConvolutionLayer, DropoutLayer))
         self._drops = settings.use_dropout and weights < settings.numTransition
@@ -90,10 +90,10 @@ class _Unit:
     def forward(self, x: Blob) -> None:
         """Compute `result`."""
         block, normal, result = self._block, [self._normal], [self.result]
-        self._norm.blobs = [block.blobs[index] for index in self._others]
+        self._norm.blobs = [block.blobs[index] for index in self.others]
         self._norm.forward([x], normal)
         self._relu.forward(normal, normal)
-        block.backend.copy(block.blobs[self._weights].data[:, :, ::-1, ::-1], self._convolution.blobs[0].data)
+        block.backend.copy(block.blobs[self.weights].data[:, :, ::-1, ::-1], self._convolution.blobs[0].data)
         self._convolution.forward(normal, result)
         if self._drops:
             self._dropout.forward(result, result)
@@ -103,7 +103,7 @@ class _Unit:
         block, normal, result = self._block, [self._normal], [self.result]
         if self._drops:
             self._dropout.backward(result, [True], result)
-        turned, weights = self._convolution.blobs[0], self._weights
+        turned, weights = self._convolution.blobs[0], self.weights
         turned.gradient_started = False
         self._convolution.propagate_to_params = [block.propagate_to_params[weights]]
         self._convolution.backward(result, [True], normal)
@@ -111,7 +111,7 @@ class _Unit:
             put = block.backend.add if block.accumulate(weights) else block.backend.copy
             put(turned.diff[:, :, ::-1, ::-1], block.blobs[weights].diff)
         self._relu.backward(normal, [True], normal)
-        self._norm.propagate_to_params = [block.propagate_to_params[index] for index in self._others]
+        self._norm.propagate_to_params = [block.propagate_to_params[index] for index in self.others]
         self._norm.backward(normal, [down], [x])
 
     def communicates(self) -> bool:
@@ -183,7 +183,7 @@ class DenseBlockLayer(Layer):
             self.param.param.add()
         for index in (*self._statistics(), len(self.blobs) - 1):
             self.param.param[index].lr_mult = self.param.param[index].decay_mult = 0
-        self._transitions = [self._make_transition(i, channels, bottom[0]) for i, channels in enumerate(wide)]
+        self.transitions = [self._make_transition(i, channels, bottom[0]) for i, channels in enumerate(wide)]
         self._joined = [Blob(self.backend, name=f"{self.name}'s transition {i}") for i in range(1, count)]
 
     def _statistics(self) -> list[int]:
@@ -210,7 +210,7 @@ class DenseBlockLayer(Layer):
 
     def _chain(self, bottom: Blobs, top: Blobs) -> list[tuple[list[_Unit], Blob, Blob]]:
         """Return each transition's units, its x and the next one's."""
-        return list(zip(self._transitions, [bottom[0], *self._joined], [*self._joined, top[0]], strict=True))
+        return list(zip(self.transitions, [bottom[0], *self._joined], [*self._joined, top[0]], strict=True))
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         shape = bottom[0].shape
@@ -250,7 +250,7 @@ class DenseBlockLayer(Layer):
         return () if self.context.all_reduce_mean is not None else self.running_statistics()
 
     def communicates(self) -> bool:
-        return self._transitions[0][0].communicates()
+        return self.transitions[0][0].communicates()
 
     def capture_blocker(self) -> str | None:
-        return self._transitions[0][0].capture_blocker()
+        return self.transitions[0][0].capture_blocker()

@@ -39,6 +39,7 @@ class ContinuationIndicatorLayer(Layer):
 
     bottoms = (0, 0)
     has_backward = False
+    reads_shapes_only = True
     recordable = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:

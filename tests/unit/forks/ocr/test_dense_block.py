@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from layer_harness import BACKENDS, TEST, Runner, assert_near, check_layer, gaussian, spread
+from training import build_net
 
 from caffepy.errors import ConfigError, OutOfMemoryError, ShapeError
+from caffepy.formats.proto import caffe_pb2
 
 SHAPE = (3, 2, 4, 5)
 TRANSITIONS, GROWTH = 2, 3
@@ -132,3 +134,21 @@ def test_other_channels_are_refused():
     runner.bottom[0].reshape((3, 3, 4, 5))
     with pytest.raises(ShapeError, match="as many channels"):
         runner.layer.reshape(runner.bottom, runner.top)
+
+
+def test_a_file_of_caffe_ocr_is_read():
+    """There scales, biases, means and variances have the shape (1, C, 1, 1)."""
+    net = build_net(
+        'layer { name: "x" type: "Input" top: "x" input_param { shape { dim: 3 dim: 2 dim: 4 dim: 5 } } } '
+        f'layer {{ name: "block" bottom: "x" top: "y" {text()} }}',
+        phase=TEST,
+    )
+    file = caffe_pb2.NetParameter()
+    layer, values = file.layer.add(name="block", type="DenseBlock"), params()
+    for value in values:
+        shape = value.shape if value.ndim == 4 or value.size == 1 else (1, value.size, 1, 1)
+        layer.blobs.add(data=value.ravel()).shape.dim.extend(shape)
+    net.copy_trained_layers_from(file, "file")
+    net.blobs["x"].data[...] = spread(SHAPE)
+    net.forward()
+    assert_near(net.blobs["y"].host_data(), block(spread(SHAPE), *values, phase=TEST), 1e-5, "y")
