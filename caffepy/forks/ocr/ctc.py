@@ -92,16 +92,17 @@ def ctc_losses(
     fits = lengths <= steps
     lengths = np.where(fits, lengths, 0)
     labels = np.where(labels < 0, blank, labels)[:, : lengths.max(initial=0)]
-    scores = scores.astype(np.float64)
-    logs = scores - scores.max(axis=2, keepdims=True)
-    logs -= np.log(np.exp(logs).sum(axis=2, keepdims=True))
-    times, samples, _ = logs.shape
+    times, samples, _ = scores.shape
+    scores = scores - scores.max(axis=2, keepdims=True).astype(np.float64)
+    gradient = np.exp(scores)
+    sums = gradient.sum(axis=2, keepdims=True)
+    gradient /= sums
     shape = (samples, 2 * labels.shape[1] + 1)
     states, skips, skips_back = np.full(shape, blank), np.zeros(shape, np.bool_), np.zeros(shape, np.bool_)
     states[:, 1::2] = labels
     skips[:, 3::2] = (labels[:, 1:] != labels[:, :-1]) & (labels[:, 1:] != blank)
     skips_back[:, :-2] = skips[:, 2:]
-    emitted = np.take_along_axis(logs, np.broadcast_to(states, (times, *shape)), axis=2)
+    emitted = np.take_along_axis(scores, np.broadcast_to(states, (times, *shape)), axis=2) - np.log(sums)
 
     forwards, backwards = (np.full((times, *shape), -np.inf) for _ in range(2))
     forwards[0, :, :2] = emitted[0, :, :2]
@@ -118,10 +119,9 @@ def ctc_losses(
     likelihoods = np.logaddexp.reduce(forwards[0] + backwards[0], axis=1)
     possible = fits & (likelihoods != -np.inf)
     taken = np.exp(forwards + backwards - np.where(possible, likelihoods, 0.0)[:, None])
-    gradient = np.exp(logs)
     np.subtract.at(gradient, (np.arange(times)[:, None, None], np.arange(samples)[:, None], states), taken)
-    gradient *= (possible & (np.arange(times)[:, None] < steps))[..., None]
-    return np.where(possible, -likelihoods, 0.0), gradient
+    counted = possible & (np.arange(times)[:, None] < steps)
+    return np.where(possible, -likelihoods, 0.0), np.where(counted[..., None], gradient, 0.0)
 
 
 def _sequences(layer: Layer, blob: Blob) -> tuple[int, int, int]:
@@ -149,8 +149,10 @@ class WarpCTCLossLayer(LossLayer):
     - 2 bottoms: labels (N, L). Blanks are left out, and a negative number ends a sequence. All have T time steps.
     - 3 bottoms: flags (T, N), of which the first 0 from time step 1 on ends a sequence; labels (L, N) that end at the
       first negative number. If the blank is class 0, they count from the class behind it: 1 is added to each. A
-      sequence without labels does not count in the mean.
+      sequence without labels has no time steps.
     - 4 bottoms: the number of time steps, (N,); that of labels, (N,); labels (L, N).
+
+    The mean is that over sequences with time steps.
 
     The gradient is that of the sum, N times the mean's, as in caffe_ocr, and is multiplied by the loss weight. Labels
     that no path of the sequence's time steps spells give the loss and the gradient 0, as in warp-ctc. They need a
@@ -194,8 +196,8 @@ class WarpCTCLossLayer(LossLayer):
         scores, *others = (self.backend.to_host(blob.data) for blob in bottom)
         loss = 0.0
         if self.backend.holds_values:
-            labels, lengths, steps = self._read(*others)
             with np.errstate(all="ignore"):  # the solver handles a loss that is not finite
+                labels, lengths, steps = self._read(*others)
                 losses, gradient = ctc_losses(scores.reshape(self._sizes), labels, lengths, steps, self._blank)
             loss = losses.sum() / max(np.count_nonzero(steps), 1)
             # Training averages gradients over devices.
