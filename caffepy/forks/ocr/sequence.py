@@ -40,7 +40,6 @@ class ContinuationIndicatorLayer(Layer):
     bottoms = (0, 0)
     has_backward = False
     reads_shapes_only = True
-    recordable = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.continuation_indicator_param
