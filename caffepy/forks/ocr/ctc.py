@@ -132,7 +132,7 @@ def _sequences(layer: Layer, blob: Blob) -> tuple[int, int, int]:
     return shape[0], shape[1], shape[2]
 
 
-def _blank(layer: Layer, index: int, classes: int) -> int:
+def _blank_class(layer: Layer, index: int, classes: int) -> int:
     """Return the class of the blank."""
     if index >= classes:
         raise layer.error(f"the blank is class {index}, but there are {classes} classes, from 0 on")
@@ -174,7 +174,7 @@ class WarpCTCLossLayer(LossLayer):
 
     def blank(self, classes: int) -> int:
         """Return the class of the blank."""
-        return _blank(self, self.param.ctc_loss_param.blank_index, classes)
+        return _blank_class(self, self.param.ctc_loss_param.blank_index, classes)
 
     def time_steps(self, available: int) -> int:
         """Return how many of the scores' time steps the loss reads, without a bottom that says so."""
@@ -221,8 +221,8 @@ class WarpCTCLossLayer(LossLayer):
             steps, lengths = (numbers.reshape(samples).astype(np.int64) for numbers in others[:2])
             labels = others[2].reshape(-1, samples).T.astype(np.int64)
             for numbers, most, what in ((steps, times, "time steps"), (lengths, labels.shape[1], "labels")):
-                if ((numbers < 0) | (numbers > most)).any():
-                    raise self.data_error(f"a sequence has {numbers.min()} to {numbers.max()} {what} of {most}")
+                for number in np.flatnonzero((numbers < 0) | (numbers > most)):
+                    raise self.data_error(f"sequence {number} has {numbers[number]} {what}; there are 0 to {most}")
         counted = np.arange(labels.shape[1]) < lengths[:, None]
         wrong = np.argwhere(counted & ((labels < 0) | (labels >= classes)))
         if len(wrong):
@@ -266,7 +266,7 @@ class CtcLossLayer(WarpCTCLossLayer):
                 f"ctc_loss_param has alphabet_size {param.alphabet_size} and blank_label {param.blank_label}; the "
                 f"scores have {classes} classes, 0 to {classes - 1}"
             )
-        return _blank(self, param.blank_label, classes)
+        return _blank_class(self, param.blank_label, classes)
 
     def time_steps(self, available: int) -> int:
         steps = self.param.ctc_loss_param.time_step
@@ -300,7 +300,7 @@ class CTCGreedyDecoderLayer(HostLayer):
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         times, samples, classes = self._sizes = _sequences(self, bottom[0])
-        self._blank = _blank(self, self.param.ctc_decoder_param.blank_index, classes)
+        self._blank = _blank_class(self, self.param.ctc_decoder_param.blank_index, classes)
         if len(bottom) > 1 and bottom[1].shape[:1] != (samples,):
             raise self.shape_error(f"needs a row of labels for each of {samples} sequences", *bottom)
         top[0].reshape((1, 2, 1, 1) if len(bottom) > 1 else (samples, times, 1, 1))
@@ -335,7 +335,7 @@ class LabelsequenceAccuracyLayer(HostLayer):
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         self._sizes = samples, _, classes = _sequences(self, bottom[0])
-        self._blank = _blank(self, self.param.labelsequence_accuracy_param.blank_label, classes)
+        self._blank = _blank_class(self, self.param.labelsequence_accuracy_param.blank_label, classes)
         if bottom[1].shape[:1] != (samples,):
             raise self.shape_error(f"needs a row of labels for each of {samples} sequences", *bottom)
         top[0].reshape(())

@@ -181,9 +181,9 @@ def test_labels_and_lengths_outside_the_scores_are_refused():
     x = zeros((5, 2, 4))[0]
     with pytest.raises(DataError, match="label 1 of sequence 1 is class 4, outside the 4 classes"):
         Runner(WARP, [x, np.array([[1, 1], [1, 4]], np.float32)]).forward()
-    with pytest.raises(DataError, match="6 time steps of 5"):
+    with pytest.raises(DataError, match="sequence 1 has 6 time steps; there are 0 to 5"):
         Runner(WARP, [x, *map(np.float32, ([5, 6], [1, 1], [[1, 1]]))]).forward()
-    with pytest.raises(DataError, match="2 labels of 1"):
+    with pytest.raises(DataError, match="sequence 1 has 2 labels; there are 0 to 1"):
         Runner(WARP, [x, *map(np.float32, ([5, 5], [1, 2], [[1, 1]]))]).forward()
 
 
@@ -227,7 +227,7 @@ def test_accuracies(backend):
     tops = Runner(DECODER, [scores(PATHS), rows(labels, 0)], backend, phase=TEST).forward()
     # The sequence without labels is right for the first number alone.
     np.testing.assert_allclose(tops[0], np.reshape([1 - np.mean(parts), 0.25], (1, 2, 1, 1)), rtol=1e-6)
-    ended = rows(labels, -1)
+    ended = rows(labels, -1)[..., None, None]
     np.testing.assert_array_equal(Runner(DECODER, [scores(PATHS), ended], backend).forward()[0], tops[0])
 
 
