@@ -135,6 +135,14 @@ _NO_MEANING = {
         "MnModelParallelParameter.model_parts MnParamGradCompressLayerTypeList.layer_type"
     ),
     "SegNet declares it and never reads it": "DenseImageDataParameter.mean_file",
+    "caffe_ocr does not read it: the kernels are 3 x 3, and the channels are the bottom's": (
+        "DenseBlockParameter.initChannel DenseBlockParameter.pad_h DenseBlockParameter.pad_w "
+        "DenseBlockParameter.conv_verticalStride DenseBlockParameter.conv_horizentalStride "
+        "DenseBlockParameter.filter_H DenseBlockParameter.filter_W"
+    ),
+    "caffepy chooses devices, and what they keep, by itself": (
+        "DenseBlockParameter.gpuIdx DenseBlockParameter.BC_ultra_space_efficient DenseBlockParameter.workspace_MB"
+    ),
     "PSPNet declares it and never reads it; the top has all three": "SegAccuracyParameter.metric",
     "it chooses an algorithm; no result changes": "ConvolutionParameter.force_nd_im2col",
     "neither Caffe reads it; use_difficult_gt decides": "MultiBoxLossParameter.ignore_difficult_gt",

@@ -28,7 +28,7 @@ class HostLayer(Layer):
         results: Sequence[Any] = [None] * len(top)
         if self.backend.holds_values:
             with np.errstate(all="ignore"):
-                results = [np.ascontiguousarray(part, np.float32) for part in self.compute(*values)]
+                results = [np.asarray(part, np.float32, order="C") for part in self.compute(*values)]
         for blob, result in zip(top, results, strict=False):
             if result is not None:
                 blob.reshape(result.shape)

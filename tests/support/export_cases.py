@@ -4,6 +4,7 @@ from __future__ import annotations
 
 CLIP, CONV3D = (2, 3, 5, 7, 6), "num_output: 2 kernel_size: 3 kernel_depth: 2"
 IMAGE, FLOW, VECTOR = (2, 6, 7, 5), (2, 2, 7, 5), (3, 8)
+DENSE = 'numTransition: 2 growthRate: 3 Filter_Filler { type: "msra" } BN_Scaler_Filler { value: 1 }'
 CASES: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
     ('type: "ReLU"', (IMAGE,)),
     ('type: "ReLU" relu_param { negative_slope: 0.1 }', (IMAGE,)),
@@ -197,6 +198,9 @@ CASES: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
     ),
     ('type: "Lstm" lstm_param { num_output: 4 }', ((3, 2, 5),)),
     ('type: "Lstm" lstm_param { num_output: 4 batch_size: 2 }', ((6, 5),)),
+    ('type: "ContinuationIndicator" continuation_indicator_param { time_step: 3 batch_size: 2 }', ()),
+    (f'type: "DenseBlock" denseblock_param {{ {DENSE} }}', (IMAGE,)),
+    (f'type: "DenseBlock" denseblock_param {{ {DENSE} use_BC: true }}', (IMAGE,)),
     ('type: "RNN" recurrent_param { num_output: 4 }', ((3, 2, 5), (3, 2))),
     ('type: "LSTMUnit" top: "c" top: "h"', ((1, 2, 4), (1, 2, 16), (1, 2))),
     (

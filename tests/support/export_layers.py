@@ -87,6 +87,7 @@ TEMPLATES: dict[str, list[Template]] = {
         ("concat_param { concat_dim: <0|1|2> }", "image", "same", "same"),
         ("concat_param { per_fla_fuse: true }", "image", "Nx2x3x2"),
     ],
+    "ContinuationIndicator": [("continuation_indicator_param { time_step: <1|3> batch_size: 2 }",)],
     "Convolution": [
         *[(f"convolution_param {{ {OUT} {CONVOLUTION} }}", "image")] * 5,
         (f"convolution_param {{ num_output: 6 group: <2|3> {CONVOLUTION} }}", "2x6x7x8"),
@@ -110,6 +111,13 @@ TEMPLATES: dict[str, list[Template]] = {
         (f"convolution_param {{ num_output: 4 group: 2 {CONVOLUTION} }}", "2x4x3x4"),
     ],
     "Deconvolution3D": [(f"convolution3d_param {{ {CLIP} }}", "clip"), (f"convolution_param {{ {CLIP} }}", "clip")],
+    "DenseBlock": [
+        (
+            "denseblock_param { numTransition: <1|3> growthRate: <1|2> use_BC: <true|false> use_dropout: <true|false> "
+            "dropout_amount: 0.5 moving_average_fraction: 0.1 }",
+            "image",
+        )
+    ],
     "DepthwiseConvolution": [(f"convolution_param {{ num_output: $C group: $C {CONVOLUTION} }}", "image")],
     "DetectionOutput": [
         *[(DETECTION.format("true"), "2x80", "2x60", "1x2x80")] * 3,

@@ -58,6 +58,9 @@ XAVIER = "weight_filler { type: 'xavier' }"
 GAUSS = "{ type: 'gaussian' }"
 IP = f'type: "InnerProduct" inner_product_param {{ num_output: 3 {XAVIER} }}'
 LSTM = f"num_output: 3 {XAVIER}"
+DENSE = (
+    "numTransition: 2 growthRate: 2 Filter_Filler { type: 'xavier' } BN_Scaler_Filler { value: 1 } dropout_amount: 0.5"
+)
 CLIP = "2x3x4x5x5"
 CONV3D = f"num_output: 2 kernel_size: 3 kernel_depth: 2 {XAVIER}"
 POOL3D = "kernel_size: 3 kernel_depth: 3 stride: 2 temporal_stride: 2"
@@ -331,6 +334,33 @@ CASES = (
     case("Lstm", "4x2x5", "lstm_param", f"bias_filler {GAUSS} | clipping_threshold: 0.001", LSTM),
     case("Lstm", "4x2x5", "lstm_param", f"num_output: 4 | weight_filler {GAUSS}", "num_output: 3"),
     case("Lstm", "4x5", "lstm_param", "batch_size: 2", LSTM),
+    case("WarpCTCLoss", "5x2x4 2x3L3", "ctc_loss_param", "blank_index: -1"),
+    case(
+        "CtcLoss",
+        "5x2x4 2x3L3",
+        "ctc_loss_param",
+        "alphabet_size: 5 | time_step: 4 | blank_label: 2",
+        "alphabet_size: 4 time_step: 5 blank_label: 3",
+    ),
+    case("CTCGreedyDecoder", "9x2x3", "ctc_decoder_param", "blank_index: -1 | ctc_merge_repeated: false"),
+    case("LabelsequenceAccuracy", "3x2x3 3x1L3", "labelsequence_accuracy_param", "blank_label: 1"),
+    case(
+        "ContinuationIndicator",
+        "",
+        "continuation_indicator_param",
+        "time_step: 4 | batch_size: 3",
+        "time_step: 3 batch_size: 2",
+    ),
+    case("ReverseTime", "5x3x2 3L4", "reverse_time_param", "copy_remaining: true"),
+    case(
+        "DenseBlock",
+        IMAGE,
+        "denseblock_param",
+        f"numTransition: 1 | growthRate: 3 | Filter_Filler {GAUSS} | BN_Scaler_Filler {GAUSS} | "
+        f"BN_Bias_Filler {GAUSS} | use_dropout: true | use_BC: true | moving_average_fraction: 0.5",
+        DENSE,
+    ),
+    case("DenseBlock", IMAGE, "denseblock_param", "dropout_amount: 0.2", f"use_dropout: true {DENSE}"),
     case("Concat", IMAGE + " " + IMAGE, "concat_param", "axis: 2 | concat_dim: 2 | per_fla_fuse: true"),
     case("Slice", IMAGE, "slice_param", "axis: 2 | slice_dim: 2 | slice_point: 1", tops=2),
     case("Eltwise", IMAGE + " " + IMAGE, "eltwise_param", "operation: MAX | coeff: 1 coeff: 2", "operation: SUM"),

@@ -157,7 +157,8 @@ def _without_unread(layer: caffe_pb2.LayerParameter, read: set[str]) -> caffe_pb
         raise ConfigError(
             f"layer '{layer.name}' ({layer.type}) is of a class that the program registered, which cannot be exported"
         )
-    if cls.prefetches or (cls.bottoms == (0, 0) and layer.type not in ("Input", "Parameter", "DummyData")):
+    made = cls.reads_shapes_only or layer.type in ("Input", "Parameter", "DummyData")
+    if cls.prefetches or (cls.bottoms == (0, 0) and not made):
         raise ConfigError(
             f"layer '{layer.name}' ({layer.type}) reads records, which an exported net does not; export the deploy "
             "net, whose Input layer says the image's shape"

@@ -1,1 +1,1 @@
-"""Nets that read text: CTPN."""
+"""Nets that read text: CTPN, caffe_ocr and crnn.caffe."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from caffepy.forks.ocr.dense_block import EPSILON
 from caffepy.layers.export_rules import ONNX, OnnxLayer
 
 
@@ -25,3 +26,25 @@ def clipped_lstm(view: OnnxLayer) -> str:
         "LSTM", x, view.floats(own, "W"), view.floats(carried, "R"), view.floats(biases, "B"), hidden_size=size
     )
     return view.in_shape_of(y, view.tops[0])
+
+
+@ONNX.exports("ContinuationIndicator", form="a constant")
+def continuation_indicator(view: OnnxLayer) -> str:
+    flags = np.ones(view.tops[0].shape)
+    flags[0] = 0
+    return view.floats(flags)
+
+
+@ONNX.exports("DenseBlock", form="BatchNormalization, Relu, Conv and Concat for each transition", composite=True)
+def dense_block(view: OnnxLayer) -> str:
+    x = view.x
+    for units in view.layer.transitions:
+        added = x
+        for unit in units:
+            others = (view.floats(view.weights(index)) for index in unit.others)
+            norm = view.add("BatchNormalization", added, *others, epsilon=EPSILON)
+            weights = view.weights(unit.weights)[:, :, ::-1, ::-1]
+            pads = [weights.shape[2] // 2] * 4
+            added = view.add("Conv", view.add("Relu", norm), view.floats(weights, "weights"), pads=pads)
+        x = view.joined([x, added], 1)
+    return x

@@ -18,6 +18,7 @@ from field_cases import (
     CLIP,
     CONV,
     CONV3D,
+    DENSE,
     IMAGE,
     OUTPUT,
     OUTPUT_BOTTOMS,
@@ -268,6 +269,13 @@ MEANINGLESS = (
     ),
     Case('type: "ChannelScale"', IMAGE + " 2x1x6x6", "channel_scale_param", "init_global_scale: 3"),
     Case('type: "GeneralContrastiveLoss"', "4x3 4L3", "general_contrastive_loss_param", "square: true"),
+    Case(
+        f'type: "DenseBlock" denseblock_param {{ {DENSE} }}',
+        IMAGE,
+        "denseblock_param",
+        "initChannel: 3 | pad_h: 2 | pad_w: 2 | conv_verticalStride: 2 | conv_horizentalStride: 2 | filter_H: 5 | "
+        "filter_W: 5 | gpuIdx: 1 | BC_ultra_space_efficient: true | workspace_MB: 1",
+    ),
 )
 
 
