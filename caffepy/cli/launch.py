@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -259,12 +260,14 @@ def _passes(train: TrainCommand) -> int:
         if train.proto is not None:
             register_proto(train.proto)
         from caffepy.formats.assign import assign
+        from caffepy.formats.ignore import ignoring
         from caffepy.formats.load import read_solver
         from caffepy.formats.paths import PathResolver
 
         if train.solver is None:
             return 1
-        param = read_solver(train.solver)
+        with nullcontext() if train.ignore_fields is None else ignoring(train.ignore_fields):
+            param = read_solver(train.solver)
         assign(param, [text for text in train.set if text.startswith("iter_size")], PathResolver(train.solver))
         return int(param.iter_size)
     except CaffepyError:

@@ -265,6 +265,9 @@ def test_what_is_known_of_training() -> None:
     assert (plain.shares_signals, plain.interrupt_stops, plain.terminate_stops, plain.passes) == (True, True, True, 3)
     assert plain.variable == "OMPI_COMM_WORLD_RANK"
     assert start_of(*fake, "train", "-solver=s.prototxt", "--set", "iter_size=5", "--set=base_lr=1").passes == 5
+    Path("s.prototxt").write_text("iter_size: 3 snapshot_prefix: 's' force_iter: 7")
+    options = ("--solver", "s.prototxt", "--ignore-fields", "SolverParameter.force_iter")
+    assert start_of(*fake, "train", *options).passes == 3
     other = start_of(*fake, "train", "-solver", "absent", "--sigint_effect", "snapshot", "--sigterm-effect=none")
     assert (other.interrupt_stops, other.terminate_stops, other.passes) == (False, False, 1)
     assert start_of(*fake, "train", "--absent").shares_signals  # the ranks will say what is wrong
