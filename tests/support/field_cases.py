@@ -388,7 +388,7 @@ CASES = (
         "spatial_scale: 1 output_dim: 1 group_size: 2",
     ),
     case("SPP", IMAGE, "spp_param", "pyramid_height: 1 | pool: AVE", "pyramid_height: 2"),
-    case("Parameter", "", "parameter_param", "shape { dim: 3 }", "shape { dim: 2 }"),
+    case("Parameter", "", "parameter_param", "shape { dim: 3 } | filler { value: 2 }", "shape { dim: 2 }"),
     Case(
         'type: "SoftmaxWithLoss"',
         "2x3x2 2x2L3",
@@ -412,6 +412,27 @@ CASES = (
         PRIORS,
     ),
     case("PriorBox", "1x2x3x3 1x3x24x24", "prior_box_param", "clip: true", "min_size: 20"),
+    Case(
+        'type: "PriorBoxClustered" prior_box_param { width: 9 height: 5 }',
+        "1x2x3x3 1x3x24x24",
+        "prior_box_param",
+        "width: 8 | height: 4 | clip: true | variance: 0.3 | img_size: 48 | step: 4 | offset: 0.2",
+    ),
+    case("GRN", IMAGE, "grn_param", "bias: 2 | dummy_backward: true"),
+    case(
+        "ScaleFilter",
+        IMAGE,
+        "scale_filter_param",
+        "min_scale: 0.4 | max_scale: 3",
+        "min_scale: 0.5 max_scale: 2",
+    ),
+    case(
+        "AnchorEmbeddingExtractor",
+        "3x11L2 2x4x2x2 2x4x2x2",
+        "embedding_extractor_param",
+        "label_src_pos: 7 | num_valid_actions: 1",
+        "num_anchors: 2 label_src_pos: 6",
+    ),
     case("PriorBox", "1x2x3x3 1x3x24x24", "prior_box_param", "img_h: 30 | img_w: 30", PRIORS + " img_h: 24 img_w: 24"),
     case("PriorBox", "1x2x3x3 1x3x24x24", "prior_box_param", "step_h: 5 | step_w: 5", PRIORS + " step_h: 8 step_w: 8"),
     case(
