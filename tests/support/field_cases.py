@@ -498,6 +498,7 @@ CASES = (
     case("Reorg", "2x8x4x4", "reorg_param", "stride: 1 | reverse: true", "stride: 2"),
     case("Region", "1x14x2x2", "region_param", "softmax: true", "boxes_of_each_grid: 2 classes: 2"),
     case("Region", "1x14x2x2", "region_param", "boxes_of_each_grid: 1 classes: 9", "boxes_of_each_grid: 2 classes: 2"),
+    case("Region", "1x14x2x2", "region_param", "num: 1 classes: 9", "num: 2 classes: 2"),
     case("Region", "1x14x2x2", "region_param", "coords: 5", "boxes_of_each_grid: 2 classes: 2"),
     case("Region", "1x14x2x2", "region_param", "classes: 1", "boxes_of_each_grid: 2 classes: 2"),
     case(
@@ -514,7 +515,7 @@ CASES = (
         "1x14x4x4",
         "yolo_detection_output_param",
         "num_classes: 9 num_box: 1 | num_box: 1 num_classes: 9 | coords: 5 | confidence_threshold: 0.4 |"
-        "nms_threshold: 0.1 | biases: 2 biases: 2 biases: 2 biases: 3",
+        "nms_threshold: 0.1 | biases: 2 biases: 2 biases: 2 biases: 3 | centers: true",
         YOLO_OUTPUT,
     ),
     case(

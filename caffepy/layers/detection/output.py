@@ -28,6 +28,7 @@ from caffepy.utils.files import atomic_write, read_data
 
 _LOC, _CONF, _PRIORS = range(3)
 COLUMNS = 7
+_OF_YOLO = ("classes", "num_box", "coords", "nms_threshold")
 
 
 @register_layer("DetectionOutput")
@@ -63,6 +64,11 @@ class DetectionOutputLayer(HostLayer):
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.detection_output_param
+        given = [name for name in _OF_YOLO if param.HasField(name)] + ["biases"] * bool(param.biases)
+        if given:
+            raise self.error(
+                f"{given[0]} is a setting of YOLO 2, which needs biases and has no settings of SSD; remove those of one"
+            )
         if param.num_classes < 1:
             raise self.error("num_classes is needed: how many classes there are with the background")
         nms = param.nms_param
