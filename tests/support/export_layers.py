@@ -351,6 +351,9 @@ TEMPLATES: dict[str, list[Template]] = {
 
 UNTRIED = {
     "detection_output_param.save_output_param": "writes files beside the top, which an export does not",
+} | {
+    f"detection_output_param.{name}": "makes a YoloDetectionOutput of the layer when a prototxt is read"
+    for name in ("classes", "num_box", "coords", "nms_threshold", "biases")
 }
 """Fields that act and are in no template, with the reason."""
 

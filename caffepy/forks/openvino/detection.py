@@ -77,7 +77,7 @@ class DetectionOutputExtendedLayer(DetectionOutputLayer):
         self.classes, self.more_columns = np.array([1], np.int32), 3
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        if len(bottom[0].shape) != 4:
+        if len(bottom[0].shape) != 4 or bottom[0].shape[3] % 4:
             raise self.shape_error("needs predictions N H W 4*A", bottom[0])
         super().reshape(bottom, top)
         self._grid = (*bottom[0].shape[1:3], bottom[0].shape[3] // 4)

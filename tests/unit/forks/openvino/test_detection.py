@@ -133,6 +133,8 @@ def test_predictions_without_a_grid() -> None:
     loc, conf, priors = make_inputs(0)
     with pytest.raises(ShapeError, match="needs predictions N H W"):
         extended(OUTPUT, [loc.reshape(IMAGES, -1), conf, priors])
+    with pytest.raises(ShapeError, match="needs predictions N H W"):
+        extended(OUTPUT, [loc.reshape(IMAGES, 4, 4, -1), conf, priors])
     with pytest.raises(ShapeError, match="needs 4 location predictions"):
         extended(OUTPUT, [loc[:, :1], conf, priors])
 
