@@ -150,13 +150,14 @@ _NO_MEANING = {
         "DetectionOutputParameter.visualize_threshold DetectionOutputParameter.save_file"
     ),
     "the layer takes the grid's size from its bottom": (
-        "RegionLossParameter.side YoloDetectionOutputParameter.side Yolov3Parameter.side"
+        "RegionLossParameter.side YoloDetectionOutputParameter.side Yolov3Parameter.side DetectionOutputParameter.side"
     ),
     "the forks' layers do not read it": (
         "RegionLossParameter.softmax RegionLossParameter.jitter RegionLossParameter.absolute "
         "RegionLossParameter.random Yolov3Parameter.noobject_scale YoloDetectionOutputParameter.label_map_file "
         "YoloSegParameter.num_class YoloSegParameter.class_scale YoloSegParameter.use_logic_gradient "
-        "YoloSegParameter.use_hardsigmoid SegmentationEvaluateParameter.num_classes FocalLossParameter.beta"
+        "YoloSegParameter.use_hardsigmoid SegmentationEvaluateParameter.num_classes FocalLossParameter.beta "
+        "RegionParameter.anchors"
     ),
     "it concerns masks of AnnotatedData, which caffepy does not read": (
         "AnnotatedDataParameter.single_class AnnotatedDataParameter.seg_scales "

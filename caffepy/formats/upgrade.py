@@ -22,6 +22,7 @@ from caffepy.formats.proto.caffe_pb2 import (
     V0LayerParameter,
     V1LayerParameter,
     VideoDataParameter,
+    YoloDetectionOutputParameter,
 )
 from caffepy.utils.registry import suggest
 
@@ -48,6 +49,8 @@ TRAIN_NETS = ("net_param", "train_net_param", "test_net_param")
 """Fields of a solver that hold nets."""
 _OF_CAFFE_WINDOWS = frozenset({"ChannelScale", "GlobalLSEMargin", "InnerDistance", "LabelSpecificAdd"})
 """Types that show that a net is for caffe-windows."""
+_OF_YOLO_OUTPUT = ("side", "num_classes", "num_box", "coords", "confidence_threshold", "nms_threshold", "biases")
+"""Fields of DetectionOutput in caffe-yolov2, by their names in YoloDetectionOutput; `classes` is caffe_yolo_v2's."""
 
 
 def upgrade_net(param: NetParameter, origin: str) -> None:
@@ -71,6 +74,7 @@ def upgrade_net(param: NetParameter, origin: str) -> None:
     if steps:
         log.info("Upgraded from an older format in %s: %s", origin, ", ".join(steps))
     _mark_feature_normalize(param)
+    _mark_yolo_output(param)
     log_ignored_fields(param, origin)
     _warn_about_ignored_transforms(param, origin)
     find_positions(param)
@@ -89,6 +93,19 @@ def find_positions(param: NetParameter) -> None:
             layer.warp_param.positions = True
         holds = layer.type == "Grid" or (layer.type in POSITION_TYPES and not positions.isdisjoint(layer.bottom))
         positions = positions.union(layer.top) if holds else positions.difference(layer.top)
+
+
+def _mark_yolo_output(param: NetParameter) -> None:
+    """Make a YoloDetectionOutput of each DetectionOutput that has the settings of caffe-yolov2 and no others."""
+    for layer in param.layer:
+        old, new = layer.detection_output_param, layer.yolo_detection_output_param
+        given = {field.name: value for field, value in old.ListFields()}
+        if layer.type != "DetectionOutput" or not old.biases or not given.keys() <= {*_OF_YOLO_OUTPUT, "classes"}:
+            continue
+        given.setdefault("num_classes", given.pop("classes", old.classes))
+        layer.ClearField("detection_output_param")
+        layer.type = "YoloDetectionOutput"
+        new.MergeFrom(YoloDetectionOutputParameter(centers=True, **given))
 
 
 def _mark_feature_normalize(param: NetParameter) -> None:

@@ -294,6 +294,8 @@ class NormalizeLayer(Layer):
 
     tops = (1, 2)
 
+    eps: float
+    """Added to each sum of caffe-windows' layer."""
     _shape: tuple[int, ...] | None = None
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
@@ -303,6 +305,7 @@ class NormalizeLayer(Layer):
             self._kind = self.param.normalize_param.normalize_type
             if self._kind not in FEATURE_EPS:
                 raise self.error(f"normalize_type is '{self._kind}'; it must be L2 or L1")
+            self.eps = FEATURE_EPS[self._kind]
             return
         param = self.param.norm_param
         shape = () if param.channel_shared else (bottom[0].shape[1],)
@@ -377,7 +380,7 @@ class NormalizeLayer(Layer):
     def _forward_feature(self, x: Array, top: Blobs) -> None:
         backend, norm, unit = self.backend, self._norm.array, self._by_rows(self._unit.array)
         backend.reduce(absolute if self._kind == "L1" else squared, (x,), (norm,), 0)
-        backend.apply(plus_eps if self._kind == "L1" else length, (norm, FEATURE_EPS[self._kind]), (norm,))
+        backend.apply(plus_eps if self._kind == "L1" else length, (norm, self.eps), (norm,))
         backend.apply(over, (x, norm), (unit,), 0)
         backend.copy(unit, self._by_rows(self._y.target(top[0].data)))
         self._y.store(top[0].data)

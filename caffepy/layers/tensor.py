@@ -688,8 +688,9 @@ def consecutive_parts(
 
 @register_layer("Parameter")
 class ParameterLayer(Layer):
-    """y = a learned parameter of shape `parameter_param.shape`, initially 0 (Caffe's `parameter_layer.hpp`).
+    """y = a learned parameter of shape `parameter_param.shape` (Caffe's `parameter_layer.hpp`).
 
+    It is initially 0, or as `filler` says (`parameter_layer.hpp` of OpenVINO's training toolbox).
     The top shares the parameter's data: what a program writes there after a pass changes the parameter.
     """
 
@@ -698,7 +699,7 @@ class ParameterLayer(Layer):
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         shape = tuple(self.param.parameter_param.shape.dim)
         check_shape(shape, self.where)
-        self.add_parameter(shape, caffe_pb2.FillerParameter())
+        self.add_parameter(shape, self.param.parameter_param.filler)
         top[0].reshape(shape)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:

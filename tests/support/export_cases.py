@@ -105,6 +105,9 @@ CASES: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
     ('type: "Normalize" normalize_param { }', (IMAGE,)),
     ('type: "Normalize" top: "y" top: "norm" normalize_param { normalize_type: "L1" }', (IMAGE,)),
     ('type: "Normalize" top: "y" top: "norm" normalize_param { }', (VECTOR,)),
+    ('type: "GRN"', (IMAGE,)),
+    ('type: "GRN" grn_param { bias: 0.5 dummy_backward: true }', (VECTOR,)),
+    ('type: "ScaleFilter" scale_filter_param { min_scale: 0.5 max_scale: 2 }', (IMAGE,)),
     ('type: "ChannelScale"', (IMAGE, (2, 1, 7, 5))),
     ('type: "ChannelScale"', (VECTOR, (3,))),
     ('type: "ChannelScale" top: "y" top: "a" channel_scale_param { global_scale: true }', (IMAGE, (2, 1, 7, 5))),
@@ -207,6 +210,7 @@ CASES: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
         'type: "PriorBox" prior_box_param { min_size: 4 max_size: 9 aspect_ratio: 2 flip: true variance: 0.1 }',
         (IMAGE, (2, 3, 30, 40)),
     ),
+    ('type: "PriorBoxClustered" prior_box_param { width: 4 height: 9 clip: true }', (IMAGE, (2, 3, 30, 40))),
 ]
 CHAIN = """
 layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 2 dim: 3 dim: 6 dim: 6 } } }

@@ -38,6 +38,7 @@ PRIORS = (
     "<|clip: true> <|variance: 0.1|variance: 0.1 variance: 0.1 variance: 0.2 variance: 0.3> "
     "<|img_size: 30|img_h: 20 img_w: 30> <|step: 4|step_h: 3 step_w: 5> <|offset: 0.2> <||denser_prior_boxes: true> }"
 )
+CLUSTERED = "prior_box_param { width: 3 height: 4.5 <|width: 7.5 height: 2> <|clip: true> <|step: 4> }"
 AXIS = "<0|1|1|2|-1>"
 
 TEMPLATES: dict[str, list[Template]] = {
@@ -156,6 +157,7 @@ TEMPLATES: dict[str, list[Template]] = {
     "Flatten": [("flatten_param { axis: <0|1|2> end_axis: <1|2|-1> }", "any"), ("", "any")],
     "Flip": [("flip_param { flip_width: <true|false> flip_height: <true|false> }", "image"), ("", "image")],
     "FlowWarp": [("flow_warp_param { <|fill_value: ZERO|fill_value: NOT_A_NUMBER> }", "2x3x5x4", "2x2x5x4")],
+    "GRN": [("grn_param { <|bias: <0.1|2>> <|dummy_backward: true> }", "image")],
     "Gather": [
         ("gather_param { axis: <0|1|2> indices: <0|1> indices: 1 }", "any"),
         ("tops:2", "any", "same"),
@@ -262,6 +264,7 @@ TEMPLATES: dict[str, list[Template]] = {
     "Power": [("power_param { scale: <-0.7|0|1|0.5> shift: <0.2|0|-1> power: <1|2|3|0> }", "any"), ("", "any")],
     "PowerFile": [("power_file_param { <|shift_file: SHIFT_FILE> }", "2x3x2x2")],
     "PriorBox": [(PRIORS, "1x2x3x4", "1x3x24x28"), (PRIORS, "image", "Nx3x24x28")],
+    "PriorBoxClustered": [(CLUSTERED, "1x2x3x4", "1x3x24x28"), (CLUSTERED, "image", "Nx3x24x28")],
     "RNN": [
         (RECURRENT, "3x2x4", "3x2"),
         (RECURRENT, "3x2x4", "3x2", "2x5"),
@@ -309,6 +312,7 @@ TEMPLATES: dict[str, list[Template]] = {
         ("scale_param { axis: 0 }", "any", "same"),
     ],
     "Scatter": [("", "any")],
+    "ScaleFilter": [("scale_filter_param { min_scale: 0.5 max_scale: 2 }", "image")],
     "SeLU": [("selu_param { <|alpha: 0.5> <|lambda: 2> }", "any")],
     "SeLUDropout": [("selu_dropout_param { <|dropout_ratio: 0.3> <|alpha: -1> }", "any")],
     "SeLu": [("selu_param { <|alpha: 0.5> <|lambda: 2> }", "any")],
@@ -355,6 +359,9 @@ TEMPLATES: dict[str, list[Template]] = {
 
 UNTRIED = {
     "detection_output_param.save_output_param": "writes files beside the top, which an export does not",
+} | {
+    f"detection_output_param.{name}": "makes a YoloDetectionOutput of the layer when a prototxt is read"
+    for name in ("classes", "num_box", "coords", "nms_threshold", "biases")
 }
 """Fields that act and are in no template, with the reason."""
 
@@ -364,7 +371,7 @@ _IN_PLACE = """
 """
 _LEAPING = """
     ArgMax DetectionOutput ROIPooling Threshold FlowWarp Warp SpatialTransformer Filter Axpy Downsample PriorBox
-    Grid Silence BatchReindex
+    PriorBoxClustered Grid Silence BatchReindex
 """
 IN_PLACE = set(_IN_PLACE.split())
 """Types that may work in place."""

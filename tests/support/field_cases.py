@@ -418,7 +418,7 @@ CASES = (
         "spatial_scale: 1 output_dim: 1 group_size: 2",
     ),
     case("SPP", IMAGE, "spp_param", "pyramid_height: 1 | pool: AVE", "pyramid_height: 2"),
-    case("Parameter", "", "parameter_param", "shape { dim: 3 }", "shape { dim: 2 }"),
+    case("Parameter", "", "parameter_param", "shape { dim: 3 } | filler { value: 2 }", "shape { dim: 2 }"),
     Case(
         'type: "SoftmaxWithLoss"',
         "2x3x2 2x2L3",
@@ -442,6 +442,27 @@ CASES = (
         PRIORS,
     ),
     case("PriorBox", "1x2x3x3 1x3x24x24", "prior_box_param", "clip: true", "min_size: 20"),
+    Case(
+        'type: "PriorBoxClustered" prior_box_param { width: 9 height: 5 }',
+        "1x2x3x3 1x3x24x24",
+        "prior_box_param",
+        "width: 8 | height: 4 | clip: true | variance: 0.3 | img_size: 48 | step: 4 | offset: 0.2",
+    ),
+    case("GRN", IMAGE, "grn_param", "bias: 2 | dummy_backward: true"),
+    case(
+        "ScaleFilter",
+        IMAGE,
+        "scale_filter_param",
+        "min_scale: 0.4 | max_scale: 3",
+        "min_scale: 0.5 max_scale: 2",
+    ),
+    case(
+        "AnchorEmbeddingExtractor",
+        "3x11L2 2x4x2x2 2x4x2x2",
+        "embedding_extractor_param",
+        "label_src_pos: 7 | num_valid_actions: 1",
+        "num_anchors: 2 label_src_pos: 6",
+    ),
     case("PriorBox", "1x2x3x3 1x3x24x24", "prior_box_param", "img_h: 30 | img_w: 30", PRIORS + " img_h: 24 img_w: 24"),
     case("PriorBox", "1x2x3x3 1x3x24x24", "prior_box_param", "step_h: 5 | step_w: 5", PRIORS + " step_h: 8 step_w: 8"),
     case(
@@ -507,6 +528,7 @@ CASES = (
     case("Reorg", "2x8x4x4", "reorg_param", "stride: 1 | reverse: true", "stride: 2"),
     case("Region", "1x14x2x2", "region_param", "softmax: true", "boxes_of_each_grid: 2 classes: 2"),
     case("Region", "1x14x2x2", "region_param", "boxes_of_each_grid: 1 classes: 9", "boxes_of_each_grid: 2 classes: 2"),
+    case("Region", "1x14x2x2", "region_param", "num: 1 classes: 9", "num: 2 classes: 2"),
     case("Region", "1x14x2x2", "region_param", "coords: 5", "boxes_of_each_grid: 2 classes: 2"),
     case("Region", "1x14x2x2", "region_param", "classes: 1", "boxes_of_each_grid: 2 classes: 2"),
     case(
@@ -523,7 +545,7 @@ CASES = (
         "1x14x4x4",
         "yolo_detection_output_param",
         "num_classes: 9 num_box: 1 | num_box: 1 num_classes: 9 | coords: 5 | confidence_threshold: 0.4 |"
-        "nms_threshold: 0.1 | biases: 2 biases: 2 biases: 2 biases: 3",
+        "nms_threshold: 0.1 | biases: 2 biases: 2 biases: 2 biases: 3 | centers: true",
         YOLO_OUTPUT,
     ),
     case(

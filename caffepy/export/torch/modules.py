@@ -265,15 +265,25 @@ class PriorBox(nn.Module):
     """Boxes around each position of a feature map and their variances, (1, 2, 4 P), as parts of the image's sides.
 
     A position has for each of `min_sizes` a square of this side, one of side sqrt(min_size * max_size) if there are
-    `max_sizes`, and a box of the first square's area for each of `ratios`. Sizes, `step` and `image` are in pixels, and
-    heights come before widths; by default step and image come from the inputs' shapes.
+    `max_sizes`, and a box of the first square's area for each of `ratios`; and the `boxes`, a width and a height each.
+    Sizes, `step` and `image` are in pixels, and of these two heights come before widths; by default they come from the
+    inputs' shapes.
     """
 
     def __init__(
-        self, min_sizes, max_sizes=(), ratios=(), step=None, image=None, offset=0.5, clip=False, variances=(0.1,) * 4
+        self,
+        min_sizes,
+        max_sizes=(),
+        ratios=(),
+        step=None,
+        image=None,
+        offset=0.5,
+        clip=False,
+        variances=(0.1,) * 4,
+        boxes=(),
     ):
         super().__init__()
-        extents = []
+        extents = list(boxes)
         for index, size in enumerate(min_sizes):
             extents.append((size, size))
             if max_sizes:

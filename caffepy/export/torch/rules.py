@@ -135,6 +135,7 @@ def prior_box(code: TorchLayer) -> str:
         "offset": None if param.offset == 0.5 else number(param.offset),
         "clip": True if param.clip else None,
         "variances": numbers(layer.variances),
+        "boxes": tuple(zip(param.width, param.height, strict=True)) or None,
     }
     return code.apply(call("PriorBox", tuple(map(int, param.min_size)), **settings), *code.inputs)
 

@@ -131,7 +131,7 @@ class ReorgLayer(RearrangingLayer):
     W s).
 
     Raises:
-        ConfigError: the stride is missing.
+        ConfigError: the stride is 0.
         ShapeError: stride^2 does not divide C, or without `reverse` the stride does not divide H and W.
     """
 
@@ -140,7 +140,7 @@ class ReorgLayer(RearrangingLayer):
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         super().setup(bottom, top)
         if not self.param.reorg_param.stride:
-            raise self.error("reorg_param.stride is needed: the width and height of a block, in pixels")
+            raise self.error("reorg_param.stride is 0; it is the width and height of a block, in pixels")
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         stride, reverse, shape = self.param.reorg_param.stride, self.param.reorg_param.reverse, bottom[0].shape

@@ -235,7 +235,10 @@ class GridLossLayer(LossLayer):
         return self.context.shard.parts if self.context.phase == caffe_pb2.TRAIN else 1
 
 
-# -- lists of objects ----------------------------------------------------------------------------------
+# -- objects -------------------------------------------------------------------------------------------
+
+LABEL_ROWS = 7
+"""Numbers of a cell in a label of BoxData: difficult, object, class, and the box."""
 
 
 @dataclass(frozen=True)
@@ -259,14 +262,32 @@ class GridObjects:
         return np.clip(rows, 0, height - 1), np.clip(columns, 0, width - 1)
 
 
+class GridLabels:
+    """The labels of BoxData for images of one grid.
+
+    Args:
+        values: (N, 7 cells).
+        cells: number of cells.
+    """
+
+    def __init__(self, values: Rows, cells: int) -> None:
+        self.difficult = values[:, :cells] == 1
+        self.present = values[:, cells : 2 * cells] != 0
+        self.classes = np.nan_to_num(values[:, 2 * cells : 3 * cells], nan=-1.0).astype(np.int64)
+        self.boxes = values[:, 3 * cells :].reshape(len(values), cells, COORDINATES)
+
+
 YOLO_COLUMNS, CORNER_COLUMNS = 5, 8
+ROWS, CORNERS, CELLS = range(3)
+"""Forms of objects."""
 
 
 class GridObjectsReader:
     """Reads the objects in the second bottom of a loss of YOLO.
 
-    Rows of 5 are class from 0, center x, center y, width, height (MobileNet-YOLO); the list of an image ends at a
-    width of 0. Rows of 8 are those of AnnotatedData, whose labels begin at 1.
+    `form` is ROWS: 5 numbers each are class from 0, center x, center y, width, height (MobileNet-YOLO); the list of an
+    image ends at a width of 0. Or CORNERS: rows of 8 of AnnotatedData, whose labels begin at 1. Or CELLS: labels
+    (N, 7 H W) of BoxData, with the predictions' H and W.
     """
 
     def __init__(self, layer: Layer) -> None:
@@ -278,14 +299,16 @@ class GridObjectsReader:
         Raises:
             ShapeError: it holds no lists of objects.
         """
-        shape, images = bottom[1].shape, bottom[0].shape[0]
-        self._images = images
-        self.corners = len(shape) == 4 and shape[0] == 1 and shape[-1] == CORNER_COLUMNS
-        if self.corners:
-            return
-        if not shape or shape[0] != images or bottom[1].count % (max(images, 1) * YOLO_COLUMNS):
+        shape, (images, _, height, width) = bottom[1].shape, bottom[0].shape
+        self._images, self.form = images, ROWS
+        if len(shape) == 4 and shape[0] == 1 and shape[-1] == CORNER_COLUMNS:
+            self.form = CORNERS
+        elif shape == (images, LABEL_ROWS * height * width):
+            self.form = CELLS
+        elif not shape or shape[0] != images or bottom[1].count % (max(images, 1) * YOLO_COLUMNS):
             raise self._layer.shape_error(
-                "needs objects N 1 T 5 (class, center x, center y, width, height) or 1 1 G 8 of AnnotatedData",
+                "needs objects N 1 T 5 (class, center x, center y, width, height), 1 1 G 8 of AnnotatedData, or "
+                "N 7*H*W of BoxData with the predictions' H and W",
                 bottom[0],
                 bottom[1],
             )
@@ -296,7 +319,11 @@ class GridObjectsReader:
         Raises:
             DataError: a class or an image is out of range, or a box is not finite.
         """
-        if self.corners:
+        if self.form == CELLS:
+            grid = GridLabels(labels, labels.shape[1] // LABEL_ROWS)
+            images, cells = np.nonzero(grid.present)
+            boxes, labels_read = grid.boxes[images, cells], grid.classes[images, cells]
+        elif self.form == CORNERS:
             rows = labels.reshape(-1, CORNER_COLUMNS)
             rows = rows[rows[:, 0] != -1]
             rows = rows[np.argsort(rows[:, 0], kind="stable")]

@@ -15,8 +15,13 @@ from caffepy.backend.formulas import identity, scaled_square
 from caffepy.data.boxes import DARKNET, Rows, intersections
 from caffepy.errors import ConfigError
 from caffepy.forks.yolo.boxes import (
+    CELLS,
     CONFIDENCE,
     COORDINATES,
+    CORNERS,
+    LABEL_ROWS,
+    ROWS,
+    GridLabels,
     GridLoss,
     GridLossLayer,
     GridObjects,
@@ -39,8 +44,6 @@ from caffepy.utils.files import read_regular
 
 # -- DetectionLoss -------------------------------------------------------------------------------------
 
-LABEL_ROWS = 7
-"""Numbers of a cell in a label of BoxData: difficult, object, class, and the box."""
 BoxFormat = caffe_pb2.DetectionLossParameter | caffe_pb2.EvalDetectionParameter
 _f32 = np.float32
 
@@ -165,21 +168,6 @@ def _mscnn_loss(layer: str) -> type[Layer]:
 # -- grids of YOLO 1 -----------------------------------------------------------------------------------
 
 
-class GridLabels:
-    """The labels of BoxData for images of one grid.
-
-    Args:
-        values: (N, 7 cells).
-        cells: number of cells.
-    """
-
-    def __init__(self, values: Rows, cells: int) -> None:
-        self.difficult = values[:, :cells] == 1
-        self.present = values[:, cells : 2 * cells] != 0
-        self.classes = np.nan_to_num(values[:, 2 * cells : 3 * cells], nan=-1.0).astype(np.int64)
-        self.boxes = values[:, 3 * cells :].reshape(len(values), cells, COORDINATES)
-
-
 def check_grid(layer: Layer, bottom: Blobs, side: int, classes: int, boxes: int) -> None:
     """Check the sizes of predictions and labels of YOLO 1.
 
@@ -237,7 +225,7 @@ class EvalDetectionLayer(HostLayer):
 
     Without biases the predictions are those of YOLO 1 (DetectionLoss), the labels those of BoxData; objects marked
     difficult are not counted, and boxes on them are neither hits nor misses. With biases the predictions are those of
-    YOLO 2 (RegionLoss), (N, A (5 + C), H, W) with A = num_object, the objects those of AnnotatedData. As in Intel
+    YOLO 2 (RegionLoss), (N, A (5 + C), H, W) with A = num_object, the objects those of RegionLoss. As in Intel
     Caffe, boxes with a score below 0.005 are then dropped where nms >= 0, and a box that overlaps the objects of its
     class too little is neither a hit nor a miss. Computed on the host.
 
@@ -264,7 +252,6 @@ class EvalDetectionLayer(HostLayer):
         if self._anchors is None:
             check_grid(self, bottom, param.side, param.num_class, param.num_object)
         else:
-            self._objects.reshape(bottom)
             values = param.num_object * (COORDINATES + 1 + param.num_class)
             if bottom[0].shape[1:] != (values, param.side, param.side):
                 raise self.shape_error(
@@ -272,6 +259,7 @@ class EvalDetectionLayer(HostLayer):
                     f"predictions N {values} {param.side} {param.side}",
                     bottom[0],
                 )
+            self._objects.reshape(bottom)
         boxes = param.side**2 * param.num_object
         top[0].reshape((bottom[0].shape[0], param.num_class + _COLUMNS * boxes))
 
@@ -368,14 +356,17 @@ class EvalDetectionLayer(HostLayer):
 
 _MAX_BYTES = 1 << 20
 """Size limit of a class map."""
+_WARM_SAMPLES = 12800
+_WARM_SCALE = _f32(0.01)
 
 
 @register_layer("RegionLoss")
 class RegionLossLayer(GridLossLayer):
-    """The loss of YOLO 2 (`region_loss_layer.cpp` of MobileNet-YOLO and of Intel Caffe; Redmon and Farhadi 2017).
+    """The loss of YOLO 2 (`region_loss_layer.cpp` of MobileNet-YOLO, Intel Caffe and caffe-yolov2).
 
     Shapes: predictions (N, A (5 + C), H, W) with A = num anchors and C = num_class; objects (N, 1, T, 5) with rows
-    class from 0, center x, center y, width, height, or (1, 1, G, 8) of AnnotatedData. The values of a box are x, y,
+    class from 0, center x, center y, width, height, or (1, 1, G, 8) of AnnotatedData, or (N, 7 H W) of BoxData. The
+    values of a box are x, y,
     log width, log height, confidence and classes. With s = 1 / (1 + e^-x), p = s(confidence) and q = softmax(classes)
     the gradient, before the division by N, is
 
@@ -388,7 +379,11 @@ class RegionLossLayer(GridLossLayer):
 
     With objects of AnnotatedData the layer computes as Intel Caffe: differences of coordinates are limited to 1, k is
     1, the confidence of matches has the gradient -2 object_scale (1 - p)^3 p (1 - p), and the loss is not divided by N.
-    `class_map` names a file with the channel of each class. Computed on the host.
+    With labels of BoxData it computes as caffe-yolov2: k and o are 1, the loss is not divided by N, and while the first
+    12800 samples train, the coordinates of other boxes have the gradient 0.01 (s - 1/2) s (1 - s) for x and y and
+    0.01 x for the logarithms, which draws them to their anchors. Unlike in caffe-yolov2, where BoxData lists up to 30
+    objects, a cell has the last of its objects alone. `class_map` names a file with the channel of each class. Redmon
+    and Farhadi 2017. Computed on the host.
 
     Raises:
         ConfigError: coords is not 4, biases are missing, or the class map is invalid.
@@ -425,7 +420,7 @@ class RegionLossLayer(GridLossLayer):
         self._objects.reshape(bottom)
 
     def compute(self, values: Rows, labels: Rows) -> GridLoss:
-        param, intel = self.param.region_loss_param, self._objects.corners
+        param, form = self.param.region_loss_param, self._objects.form
         images, _, height, width = values.shape
         values = values.reshape(images, param.num, -1, height, width)
         classes = param.num_class if self._class_map is None else len(self._class_map)
@@ -439,21 +434,26 @@ class RegionLossLayer(GridLossLayer):
         background = _f32(param.noobject_scale) * confidence * slope
         background[best_overlaps(host_threads(self), boxes, objects.boxes, objects.images) > _f32(param.thresh)] = 0
         gradient[:, :, CONFIDENCE] = background
+        if form == CELLS and self.context.phase == caffe_pb2.TRAIN and self.first_sample() < _WARM_SAMPLES:
+            gradient[:, :, :2] = _WARM_SCALE * (centers - _f32(0.5)) * centers * (1 - centers)
+            gradient[:, :, 2:COORDINATES] = _WARM_SCALE * values[:, :, 2:COORDINATES]
 
         rows, columns = objects.cells(height, width)
         anchors = self._match(objects, boxes, rows, columns)
         cell = (objects.images, anchors, slice(None), rows, columns)
         own = (objects.images, anchors, rows, columns)
         difference = self._differences(codes[cell], objects, anchors, rows, columns, (height, width))
-        if intel:
+        if form == CORNERS:
             difference = np.clip(difference, -1, 1)
         weight = np.full(len(anchors), param.coord_scale, np.float32)
-        if not intel and not param.rescore:
+        if form == ROWS and not param.rescore:
             weight *= 2 - objects.boxes[:, 2] * objects.boxes[:, 3]
         of_centers = codes[cell][:, :2]
         difference[:, :2] *= of_centers * (1 - of_centers)
         p, overlaps = confidence[own], center_overlaps(boxes[own], objects.boxes)
-        matched = -2 * (1 - p) ** 3 if intel else p - (overlaps if param.rescore else _f32(1))
+        matched = p - (overlaps if form == ROWS and param.rescore else _f32(1))
+        if form == CORNERS:
+            matched = -2 * (1 - p) ** 3
         channels = objects.classes if self._class_map is None else self._class_map[objects.classes]
         q = softmax(values[:, :, CONFIDENCE + 1 :][cell], 1)
         q[np.arange(len(q)), channels] -= 1
@@ -463,7 +463,7 @@ class RegionLossLayer(GridLossLayer):
         found[:, CONFIDENCE + 1 :] = _f32(param.class_scale) * q
         gradient[cell] = found  # of several objects in a cell the last one counts
         total = float(np.square(gradient, dtype=np.float64).sum())
-        return GridLoss(gradient / _f32(images), total * self.training_devices if intel else total / images)
+        return GridLoss(gradient / _f32(images), total / images if form == ROWS else total * self.training_devices)
 
     def _match(self, objects: GridObjects, boxes: Rows, rows: Rows, columns: Rows) -> Rows:
         """Return the anchor whose size fits each object best."""
@@ -501,23 +501,30 @@ def size_overlaps(a: Rows, b: Rows) -> Rows:
 class RegionLayer(HostLayer):
     """The activations of YOLO 2 in the order of cells (`region_layer.cpp` of caffe-yolov2).
 
-    Let A = boxes_of_each_grid and D = coords + 1 + classes. The bottom is (N, A D, H, W). The top has its shape; its
-    memory is (N, H W, A, D), where value 4 of a box is 1 / (1 + e^-x), with `softmax` the values from 5 on are their
-    softmax, and others are copied. It has no gradient. Computed on the host.
+    Let A = boxes_of_each_grid, or `num`, and D = coords + 1 + classes. The bottom is (N, A D, H, W). The top has its
+    shape; its memory is (N, H W, A, D), where value 4 of a box is 1 / (1 + e^-x), with `softmax` the values from 5 on
+    are their softmax, and others are copied. It has no gradient. Computed on the host.
 
     Raises:
+        ConfigError: boxes_of_each_grid and `num` differ.
         ShapeError: the bottom's channels do not match.
     """
 
     has_backward = False
     blocker = "it activates boxes on the host"
 
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.region_param
+        self._boxes = param.num if param.HasField("num") else param.boxes_of_each_grid
+        if param.HasField("boxes_of_each_grid") and self._boxes != param.boxes_of_each_grid:
+            raise self.error(f"boxes_of_each_grid is {param.boxes_of_each_grid} and num {self._boxes}; remove one")
+
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.region_param
-        channels = param.boxes_of_each_grid * (param.coords + 1 + param.classes)
+        channels = self._boxes * (param.coords + 1 + param.classes)
         if param.coords < CONFIDENCE or len(bottom[0].shape) != 4 or bottom[0].shape[1] != channels:
             raise self.shape_error(
-                f"boxes_of_each_grid {param.boxes_of_each_grid}, coords {param.coords} and classes {param.classes} "
+                f"boxes_of_each_grid {self._boxes}, coords {param.coords} and classes {param.classes} "
                 f"need {channels} channels and at least {CONFIDENCE} coords",
                 bottom[0],
             )
@@ -526,7 +533,7 @@ class RegionLayer(HostLayer):
 
     def compute(self, values: Rows) -> list[Rows]:
         param, (images, channels, height, width) = self.param.region_param, values.shape
-        boxes = param.boxes_of_each_grid
+        boxes = self._boxes
         cells = values.reshape(images, channels, -1).transpose(0, 2, 1).reshape(images, -1, boxes, channels // boxes)
         cells = np.array(cells, np.float32)
         cells[..., CONFIDENCE] = sigmoid(cells[..., CONFIDENCE])

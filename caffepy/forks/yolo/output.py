@@ -39,6 +39,8 @@ class GridOutputLayer(HostLayer):
     """Channels that each bottom must have."""
     _threshold = 0.0
     """Overlap from which a box is suppressed."""
+    _centers = False
+    """Whether rows have classes from 0, and center and size of boxes."""
 
     def candidates(self, grid: int, values: Rows) -> Candidates:
         """Return the boxes of bottom number `grid` whose score is high enough."""
@@ -57,7 +59,8 @@ class GridOutputLayer(HostLayer):
         by_image = by_image[center_overlaps(boxes[by_image], boxes[by_image]) > 0]
         images, classes, scores, boxes = images[by_image], classes[by_image], scores[by_image], boxes[by_image]
         order = suppress_all(host_threads(self), boxes, scores, images, len(values[0]), self._threshold)
-        rows = box_rows(images[order], classes[order] + 1, scores[order], edges(boxes[order]))
+        first, boxes = (0, boxes[order]) if self._centers else (1, edges(boxes[order]))
+        rows = box_rows(images[order], classes[order] + first, scores[order], boxes)
         return [(rows if len(order) else empty_rows(len(values[0]), COLUMNS))[None, None]]
 
 
@@ -74,6 +77,10 @@ class YoloDetectionOutputLayer(GridOutputLayer):
     all boxes of a batch as boxes of image 0, images are suppressed separately, and boxes of infinite size or without
     area are dropped. Computed on the host.
 
+    A prototxt's DetectionOutput with `biases` becomes this layer with `centers`: rows are (image, class from 0, score,
+    center x, center y, width, height) (`detection_output_layer.cpp` of caffe-yolov2 and of caffe_yolo_v2; unlike there
+    boxes are suppressed and ordered by their scores).
+
     Raises:
         ConfigError: coords is not 4, or biases are missing.
         ShapeError: the bottoms' channels do not match.
@@ -85,7 +92,7 @@ class YoloDetectionOutputLayer(GridOutputLayer):
             raise self.error(f"coords is {param.coords}; a box has {COORDINATES} coordinates")
         self._anchors = read_anchors(self, param.biases, param.num_box)[: param.num_box]
         self._channels = param.num_box * (COORDINATES + 1 + param.num_classes)
-        self._threshold = param.nms_threshold
+        self._threshold, self._centers = param.nms_threshold, param.centers
 
     def candidates(self, grid: int, values: Rows) -> Candidates:
         param = self.param.yolo_detection_output_param

@@ -28,6 +28,7 @@ from caffepy.utils.files import atomic_write, read_data
 
 _LOC, _CONF, _PRIORS = range(3)
 COLUMNS = 7
+_OF_YOLO = ("classes", "num_box", "coords", "nms_threshold")
 
 
 @register_layer("DetectionOutput")
@@ -56,8 +57,18 @@ class DetectionOutputLayer(HostLayer):
     changes_shapes = True
     blocker = "it suppresses boxes on the host"
 
+    classes: Rows
+    """Labels of the classes without the background."""
+    more_columns: int
+    """Number of columns of the top after a box's corners."""
+
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.detection_output_param
+        given = [name for name in _OF_YOLO if param.HasField(name)] + ["biases"] * bool(param.biases)
+        if given:
+            raise self.error(
+                f"{given[0]} is a setting of YOLO 2, which needs biases and has no settings of SSD; remove those of one"
+            )
         if param.num_classes < 1:
             raise self.error("num_classes is needed: how many classes there are with the background")
         nms = param.nms_param
@@ -70,15 +81,19 @@ class DetectionOutputLayer(HostLayer):
         self._all_classes = param.num_classes
         self._locations = 1 if param.share_location else self._all_classes
         numbers = [c for c in range(self._all_classes) if c != param.background_label_id]
-        self._classes = np.array(numbers, np.int32)
-        self._shape_codes = 0
+        self.classes = np.array(numbers, np.int32)
+        self._shape_codes = self.more_columns = 0
         if param.HasField("use_polygon"):
             if param.code_type != CENTER_SIZE or param.variance_encoded_in_target:
                 raise self.error("use_polygon needs code_type CENTER_SIZE without variance_encoded_in_target")
-            self._shape_codes = 8 if param.use_polygon else 5
+            self._shape_codes = self.more_columns = 8 if param.use_polygon else 5
         self._files = open_result_files(self, param.save_output_param, numbers)
         if self._files is not None and self._shape_codes:
             raise self.error("the files of save_output_param have no columns for use_polygon; remove one of them")
+
+    def describe(self, priors: Priors, codes: Rows) -> Rows:
+        """Return the `more_columns` of each box (N, L, P, K), which follow it in the top."""
+        return _decode_shapes(priors, codes[..., 4:])
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         images, priors = (bottom[_LOC].shape or (0,))[0], bottom[_PRIORS].count // 8
@@ -87,7 +102,7 @@ class DetectionOutputLayer(HostLayer):
         codes = (4 + self._shape_codes) * self._locations
         check_predictions(self, bottom, images, priors, codes, self._all_classes)
         self._shape = (images, priors)
-        top[0].reshape((1, 1, 1, COLUMNS + self._shape_codes))
+        top[0].reshape((1, 1, 1, COLUMNS + self.more_columns))
 
     @classmethod
     def depends_on_earlier_passes(cls, param: caffe_pb2.LayerParameter, context: LayerContext) -> bool:
@@ -104,15 +119,15 @@ class DetectionOutputLayer(HostLayer):
         codes = loc.reshape(images, count, self._locations, 4 + self._shape_codes).transpose(0, 2, 1, 3)
         boxes = decode(priors, codes[..., :4], param.code_type, param.variance_encoded_in_target)
         shapes = boxes
-        if self._shape_codes:
-            shapes = np.concatenate([boxes, _decode_shapes(priors, codes[..., 4:])], -1)
+        if self.more_columns:
+            shapes = np.concatenate([boxes, self.describe(priors, codes)], -1)
         scores = conf.reshape(images, count, self._all_classes)
-        order, counts = suppress_classes(host_threads(self), boxes, scores, self._classes, param)
+        order, counts = suppress_classes(host_threads(self), boxes, scores, self.classes, param)
         detections = []
         if self._files is not None:
             self._files.begin(self.first_sample())
         for image in range(images):
-            labels = np.repeat(self._classes, counts[image])
+            labels = np.repeat(self.classes, counts[image])
             numbers = np.concatenate(
                 [np.empty(0, np.int32), *(row[:kept] for row, kept in zip(order[image], counts[image], strict=True))]
             )
@@ -121,7 +136,7 @@ class DetectionOutputLayer(HostLayer):
             detections.append(box_rows(image, labels, scores[image, numbers, labels], shapes[image, indices, numbers]))
             if self._files is not None:
                 self._files.add(detections[-1])
-        columns = COLUMNS + self._shape_codes
+        columns = COLUMNS + self.more_columns
         rows = np.concatenate([np.empty((0, columns), np.float32), *detections])
         return [(rows if len(rows) else empty_rows(images, columns))[None, None]]
 

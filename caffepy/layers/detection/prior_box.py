@@ -45,7 +45,7 @@ class PriorBoxLayer(Layer):
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.prior_box_param
-        self._check_sizes()
+        self.check_sizes()
         self.ratios = self._all_ratios()
         self.image_size = self._pair("img_size", "img_h", "img_w")
         self.step_size = self._pair("step", "step_h", "step_w")
@@ -54,8 +54,11 @@ class PriorBoxLayer(Layer):
             raise self.error("variance must be given once or four times, and be above 0; correct prior_box_param")
         self.variances = np.full(4, variances, np.float32)
 
-    def _check_sizes(self) -> None:
+    def check_sizes(self) -> None:
+        """Refuse fields of which `extents` cannot make boxes."""
         param = self.param.prior_box_param
+        if param.width or param.height:
+            raise self.error("width and height are settings of PriorBoxClustered; give min_size, or change the type")
         if not param.min_size or not all(1 <= size < 2**31 for size in param.min_size):
             raise self.error("min_size is needed, in pixels, and must be at least 1; correct prior_box_param")
         if param.max_size and len(param.max_size) != len(param.min_size):
@@ -99,9 +102,7 @@ class PriorBoxLayer(Layer):
         for blob in bottom:
             if len(blob.shape) != 4:
                 raise self.shape_error("needs a feature map and an image of 4 axes", *bottom)
-        sizes = len(self.param.prior_box_param.min_size)
-        kinds = sizes * (len(self.ratios) + 1) + len(self.param.prior_box_param.max_size)
-        kinds *= 1 + self.param.prior_box_param.denser_prior_boxes
+        kinds = self.boxes_of_position() * (1 + self.param.prior_box_param.denser_prior_boxes)
         shape = (1, 2, bottom[0].shape[2] * bottom[0].shape[3] * kinds * 4)
         check_shape(shape, self.where)
         if not shape[2]:
@@ -123,7 +124,7 @@ class PriorBoxLayer(Layer):
             (np.arange(count, dtype=np.float32) + offset) * np.float32(step)
             for count, step in zip((height, width), steps, strict=True)
         )
-        half = self._extents() / 2.0
+        half = self.extents() / 2.0
         centers = np.stack(np.broadcast_arrays(x[None, :], y[:, None]), axis=-1)[:, :, None].astype(np.float64)
         if self.param.prior_box_param.denser_prior_boxes:
             lower = (np.arange(height, dtype=np.float32) + np.float32(1)) * np.float32(steps[0])
@@ -134,7 +135,12 @@ class PriorBoxLayer(Layer):
         boxes = np.concatenate([(centers - half) / scale, (centers + half) / scale], axis=-1).astype(np.float32)
         return np.clip(boxes, 0, 1) if self.param.prior_box_param.clip else boxes
 
-    def _extents(self) -> np.ndarray:
+    def boxes_of_position(self) -> int:
+        """Return the number of boxes that `extents` makes."""
+        param = self.param.prior_box_param
+        return len(param.min_size) * (len(self.ratios) + 1) + len(param.max_size)
+
+    def extents(self) -> np.ndarray:
         """Return width and height of the boxes of one position (K, 2), in pixels."""
         param = self.param.prior_box_param
         extents: list[tuple[float, float]] = []

@@ -284,6 +284,22 @@ def test_fields_of_deeplab() -> None:
     assert upgraded(old) == net(new)
 
 
+def test_a_detection_output_of_yolo_2_becomes_a_layer_of_its_own() -> None:
+    layer = 'layer {{ name: "out" type: "{}" {} {{ {} }} }}'
+    for given, wanted in (
+        ("classes: 9 nms_threshold: 0.4 biases: 1 biases: 2", "num_classes: 9 nms_threshold: 0.4 biases: 1 biases: 2"),
+        ("num_classes: 9 coords: 4 num_box: 1 confidence_threshold: 0.2 side: 7 biases: 1 biases: 2",) * 2,
+        ("biases: 1 biases: 2", "num_classes: 20 biases: 1 biases: 2"),
+    ):
+        found = upgraded(layer.format("DetectionOutput", "detection_output_param", given))
+        new = ("YoloDetectionOutput", "yolo_detection_output_param", f"{wanted} centers: true")
+        assert found == net(layer.format(*new))
+        assert upgraded(text_format.MessageToString(found)) == found
+    for given in ("biases: 1 biases: 2 keep_top_k: 3", "num_classes: 9 coords: 4"):
+        kept = layer.format("DetectionOutput", "detection_output_param", given)
+        assert upgraded(kept) == net(kept)
+
+
 def test_bn_stats_batch_size_moves_to_the_layers() -> None:
     own = 'layer { type: "BatchNorm" batch_norm_param { stats_batch_size: %d } }'
     assert upgraded(f'bn_stats_batch_size: 4 layer {{ type: "BatchNorm" }} {own % 8} layer {{ type: "ReLU" }}') == net(

@@ -171,7 +171,7 @@ def test_reorg(reverse, stride, shape):
 @pytest.mark.parametrize(
     "settings, shape, message",
     [
-        ("", (1, 4, 2, 2), "stride is needed"),
+        ("stride: 0", (1, 4, 2, 2), "stride is 0"),
         ("stride: 2", (1, 6, 2, 2), "C divided by 4"),
         ("stride: 2", (1, 4, 3, 2), "H and W by 2"),
         ("stride: 2 reverse: true", (1, 6, 3, 3), "C divided by 4"),

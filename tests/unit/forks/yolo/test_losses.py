@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from layer_harness import BACKENDS, Runner, assert_near, gaussian
+from layer_harness import BACKENDS, TEST, TRAIN, Runner, assert_near, gaussian
 from yolo_reference import (
     ANCHORS,
     CLASSES,
@@ -47,7 +47,15 @@ def check_loss(
 
 
 def region_loss(
-    x: Floats, objects: Objects, *, rescore: bool, bias_match: bool, thresh: float, intel: bool
+    x: Floats,
+    objects: Objects,
+    *,
+    rescore: bool,
+    bias_match: bool,
+    thresh: float,
+    intel: bool = False,
+    yolov2: bool = False,
+    warm: bool = False,
 ) -> tuple[float, Floats]:
     object_scale, noobject_scale, class_scale, coord_scale = 5.0, 0.7, 1.3, 1.1
     images, _, height, width = x.shape
@@ -71,6 +79,10 @@ def region_loss(
                     p = logistic(x[image, n, 4, j, i])
                     best = max([iou(box_at(image, n, j, i), box) for _, box in found], default=0.0)
                     diff[image, n, 4, j, i] = 0 if best > thresh else noobject_scale * p * p * (1 - p)
+                    for c in range(4 if warm else 0):
+                        v = x[image, n, c, j, i]
+                        s = logistic(v)
+                        diff[image, n, c, j, i] = 0.01 * ((s - 0.5) * s * (1 - s) if c < 2 else v)
         for label, box in found:
             i, j = int(box[0] * width), int(box[1] * height)
             sizes = [
@@ -80,7 +92,7 @@ def region_loss(
             fits = [iou((0, 0, *size), (0, 0, *box[2:])) for size in sizes]
             n = int(np.argmax(fits))
             v, cell = x[image, n, :, j, i], diff[image, n, :, j, i]
-            scale = coord_scale if rescore or intel else coord_scale * (2 - box[2] * box[3])
+            scale = coord_scale if rescore or intel or yolov2 else coord_scale * (2 - box[2] * box[3])
             target = (
                 box[0] * width - i,
                 box[1] * height - j,
@@ -94,11 +106,11 @@ def region_loss(
                     difference = max(-1.0, min(1.0, difference))
                 cell[c] = scale * difference * (s * (1 - s) if c < 2 else 1)
             p = logistic(v[4])
-            wanted = iou(box_at(image, n, j, i), box) if rescore else 1.0
+            wanted = iou(box_at(image, n, j, i), box) if rescore and not yolov2 else 1.0
             cell[4] = object_scale * (-2 * (1 - p) ** 3 if intel else p - wanted) * p * (1 - p)
             cell[5:] = class_scale * (softmax(v[5:]) - np.eye(CLASSES)[label])
     total = float((diff**2).sum())
-    return total if intel else total / images, (diff / images).reshape(images, -1, height, width)
+    return total if intel or yolov2 else total / images, (diff / images).reshape(images, -1, height, width)
 
 
 REGION = "num: 3 num_class: 4 object_scale: 5 noobject_scale: 0.7 class_scale: 1.3 coord_scale: 1.1 " + " ".join(
@@ -119,9 +131,32 @@ def test_region_loss(rescore: bool, bias_match: bool, rows: Callable[..., Floats
     check_loss(text, x, rows(objects), wanted, weight=0.5)
 
 
+@pytest.mark.parametrize("phase", [TRAIN, TEST])
+@pytest.mark.parametrize(("first", "warm"), [(0, True), (12799, True), (12800, False)])
+@pytest.mark.parametrize("rescore", [True, False])
+def test_region_loss_of_labels_of_box_data(phase: int, first: int, warm: bool, rescore: bool) -> None:
+    x = np.random.default_rng(3).standard_normal((3, 27, 5, 5)).astype(np.float32)
+    text = f"type: 'RegionLoss' region_loss_param {{ {REGION} rescore: {rescore:d} thresh: 0.3 }}"
+    labels = grid_labels(3, 5, CLASSES, 6)
+    objects = [
+        [
+            (int(row[50 + cell]), tuple(row[75 + 4 * cell : 79 + 4 * cell].astype(np.float64).tolist()))
+            for cell in range(25)
+            if row[25 + cell]
+        ]
+        for row in labels
+    ]
+    warms = warm and phase == TRAIN
+    wanted = region_loss(x, objects, rescore=rescore, bias_match=True, thresh=0.3, yolov2=True, warm=warms)
+    for backend in BACKENDS:
+        runner = Runner(text, [x, labels], backend, phase=phase, first_sample=first)
+        assert_near(runner.forward()[0], np.array(wanted[0]), 2e-5, f"{backend}: loss")
+        assert_near(runner.backward([np.array(1, np.float32)])[0], wanted[1], 3e-5, f"{backend}: gradient")
+
+
 def test_a_batch_without_objects_has_the_loss_of_the_background() -> None:
     x = np.random.default_rng(3).standard_normal((2, 27, 4, 4)).astype(np.float32)
-    wanted = region_loss(x, [[], []], rescore=True, bias_match=True, thresh=0.3, intel=False)
+    wanted = region_loss(x, [[], []], rescore=True, bias_match=True, thresh=0.3)
     check_loss(f"type: 'RegionLoss' region_loss_param {{ {REGION} }}", x, np.zeros((2, 1, 5, 5), np.float32), wanted)
 
 
@@ -129,7 +164,7 @@ def test_class_map_names_the_channels(tmp_path: Path) -> None:
     (tmp_path / "map").write_text("3\n2\n1\n0\n2\n")
     x = np.random.default_rng(3).standard_normal((2, 27, 4, 4)).astype(np.float32)
     mapped, plain = [[(4, (0.5, 0.5, 0.3, 0.3))], []], [[(2, (0.5, 0.5, 0.3, 0.3))], []]
-    wanted = region_loss(x, plain, rescore=True, bias_match=True, thresh=0.2, intel=False)
+    wanted = region_loss(x, plain, rescore=True, bias_match=True, thresh=0.2)
     text = f"type: 'RegionLoss' region_loss_param {{ {REGION} class_map: '{tmp_path}/map' }}"
     check_loss(text, x, yolo_rows(mapped), wanted)
 

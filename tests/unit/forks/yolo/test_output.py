@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from layer_harness import BACKENDS, Runner
+from layer_harness import BACKENDS, Runner, assert_near
 from yolo_reference import (
     ANCHORS,
     CLASSES,
@@ -19,6 +19,7 @@ from yolo_reference import (
     logistic,
     objects_of,
     softmax,
+    yolo_rows,
 )
 
 from caffepy.errors import CaffepyError, ConfigError, ShapeError
@@ -85,6 +86,21 @@ def test_boxes_of_yolo_2(backend: str, threshold: float) -> None:
     runner = Runner(f"type: 'YoloDetectionOutput' yolo_detection_output_param {{ {text} }}", grids, backend, tops=1)
     wanted = [keep([one for grid in grids for one in region_candidates(grid[b], threshold)], 0.3) for b in range(2)]
     assert_rows(runner.forward()[0], rows_of(wanted))
+
+
+def test_centers_and_classes_from_0() -> None:
+    grid = np.random.default_rng(1).standard_normal((2, 27, 4, 5)).astype(np.float32)
+    text = f"num_classes: 4 num_box: 3 confidence_threshold: 0.2 nms_threshold: 0.3 {BIASES}"
+    plain, centers = (
+        Runner(f"type: 'YoloDetectionOutput' yolo_detection_output_param {{ {text} {more} }}", [grid]).forward()[0][
+            0, 0
+        ]
+        for more in ("", "centers: true")
+    )
+    np.testing.assert_array_equal(centers[:, [0, 2]], plain[:, [0, 2]])
+    np.testing.assert_array_equal(centers[:, 1], plain[:, 1] - 1)
+    half = centers[:, 5:] / 2
+    assert_near(np.concatenate([centers[:, 3:5] - half, centers[:, 3:5] + half], 1), plain[:, 3:], 1e-6, "boxes")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -240,6 +256,23 @@ def test_evaluation_of_yolo_2(backend: str, nms: float) -> None:
     inputs = [x, annotated_rows(objects)]
     runner = Runner(f"type: 'EvalDetection' eval_detection_param {{ {text} }}", inputs, backend, tops=1)
     np.testing.assert_allclose(runner.forward()[0], np.array(wanted), rtol=1e-5, atol=1e-6)
+
+
+def test_evaluation_of_yolo_2_with_labels_of_box_data() -> None:
+    x, labels = (
+        np.random.default_rng(5).standard_normal((3, 27, 3, 3)).astype(np.float32),
+        grid_labels(3, 3, CLASSES, 4),
+    )
+    text = (
+        f"type: 'EvalDetection' eval_detection_param {{ side: 3 num_class: 4 num_object: 3 threshold: 0.2 {BIASES} }}"
+    )
+    objects = [
+        [(int(row[18 + c]), tuple(row[27 + 4 * c : 31 + 4 * c].tolist())) for c in range(9) if row[9 + c]]
+        for row in labels
+    ]
+    found, wanted = (Runner(text, [x, rows], tops=1).forward()[0] for rows in (labels, yolo_rows(objects)))
+    np.testing.assert_array_equal(found, wanted)
+    assert found[:, :CLASSES].sum() == sum(map(len, objects))
 
 
 def test_without_constriant_places_are_in_the_image() -> None:

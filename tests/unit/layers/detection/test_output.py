@@ -149,6 +149,9 @@ def test_quadrangles_and_turned_rectangles_follow_the_boxes(polygon: bool, share
 def test_shapes_of_images_without_detections() -> None:
     inputs = make_inputs(1)
     inputs["loc"] = np.zeros((IMAGES, PRIORS * 12), np.float32)
+    for setting in ("classes: 3", "num_box: 2", "coords: 4", "nms_threshold: 0.4", "biases: 1 biases: 2 keep_top_k: 3"):
+        with pytest.raises(ConfigError, match=f"{setting.split(':')[0]} is a setting of YOLO 2"):
+            detect(f"num_classes: {CLASSES} {setting}", make_inputs(0))
     text = f"num_classes: {CLASSES} code_type: CENTER_SIZE use_polygon: true"
     rows = detect(f"{text} confidence_threshold: 1", inputs)[0, 0]
     assert np.array_equal(rows, [[0, *[-1] * 14], [1, *[-1] * 14]])
