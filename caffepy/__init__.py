@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from caffepy.infer.model import Model, load
     from caffepy.layers import register_layer
     from caffepy.net import Net
+    from caffepy.net.gradient_check import check_gradient
     from caffepy.training.callbacks.loggers import Logger
     from caffepy.training.solver import Solver, create_solver
     from caffepy.training.train import Callback, TrainResult, train
@@ -36,6 +37,7 @@ _LAZY = {
     "Solver": "caffepy.training.solver",
     "TrainResult": "caffepy.training.train",
     "UserError": "caffepy.errors",
+    "check_gradient": "caffepy.net.gradient_check",
     "create_backend": "caffepy.backend",
     "create_solver": "caffepy.training.solver",
     "load": "caffepy.infer.model",
@@ -60,6 +62,7 @@ __all__ = [
     "TrainResult",
     "UserError",
     "__version__",
+    "check_gradient",
     "create_backend",
     "create_solver",
     "load",

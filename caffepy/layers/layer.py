@@ -95,10 +95,19 @@ def register_layer(name: str, cls: UserClass, *, replace: bool = False) -> UserC
 def register_layer(name: str, cls: Any = None, *, replace: bool = False) -> Any:
     """Register a class for a layer type of prototxts. Without `cls` it is a decorator: ``@register_layer("Mish")``.
 
-    The class is either a subclass of `caffepy.layers.Layer`, or has the methods of pycaffe's Python layers: ``setup``,
-    ``reshape``, ``forward`` and, for training, ``backward``. Objects of the latter have the layer's prototxt as
-    ``self.param``, with all fields, and the other attributes of Python layers. The class may declare variables of
-    `Layer`: ``bottoms``, ``tops``, ``is_loss``, ``auto_tops``, ``no_gradient_bottoms``, ``has_backward``.
+    The class has one of three forms. Objects of the first two have the layer's prototxt as ``self.param``, with all
+    fields.
+
+    - ``forward(self, x)`` takes the bottoms' arrays and returns the top's; ``shape(self, x)`` takes their shapes and
+      returns the top's, by default the first bottom's; ``backward(self, x, y, dy)`` returns the gradients of the
+      bottoms. Without ``backward`` a net does not train through the layer. ``parameters(self, x)`` returns shapes and
+      fillers; `caffepy.layers.python.ArrayLayer` has all details.
+    - A class with ``setup`` and ``reshape`` has the methods of pycaffe's Python layers, also ``forward`` and, for
+      training, ``backward``, and the other attributes of Python layers.
+    - A subclass of `caffepy.layers.Layer` runs on the device.
+
+    The class may declare variables of `Layer`: ``bottoms``, ``tops``, ``is_loss``, ``auto_tops``,
+    ``no_gradient_bottoms``, ``has_backward``.
 
     A program may register a type of its own again; the later class holds for nets that are built afterwards.
 
