@@ -57,7 +57,7 @@ GROUPS = {
     "training": ("train", "test", "test_detection", "time", "warm-up", "snapshot", "new", "models", "data"),
     "devices": ("device_query", "launch", "bench", "plan"),
     "predictions": ("classify", "detect", "extract_features"),
-    "nets and logs": ("net", "deploy", "draw_net", "parse_log", "plot_training_log"),
+    "nets and logs": ("net", "deploy", "draw_net", "layer-stub", "parse_log", "plot_training_log"),
     "data sets": (
         "convert_imageset",
         "convert_annoset",
@@ -94,7 +94,12 @@ MODULES = {
     **dict.fromkeys(GROUPS["old files"], "files"),
 }
 """The modules of commands whose module has another name."""
-WRITERS = {*MODULES, "data", "deploy", "export", "new", "plan"} - {"completion", "snapshot", "test_detection", "time"}
+WRITERS = {*MODULES, "data", "deploy", "export", "layer-stub", "new", "plan"} - {
+    "completion",
+    "snapshot",
+    "test_detection",
+    "time",
+}
 """Commands that write files and do not handle signals themselves."""
 
 ALIASES = {

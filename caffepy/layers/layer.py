@@ -164,19 +164,24 @@ def import_layer_types() -> None:
                 importlib.import_module(module.name)
 
 
-def layer_class(type_name: str, where: str = "") -> type[Layer]:
-    """Return the class of a layer type and import its module, or all modules if the sources do not name the type.
-
-    Raises:
-        ConfigError: the type is unknown; the message names the Caffe that has it, or the nearest known name.
-    """
+def is_known(type_name: str) -> bool:
+    """Return whether there is a layer type; imports its module, or all modules if the sources do not name the type."""
     if type_name not in LAYERS:
         module = layer_modules().get(type_name)
         if module is None:
             import_layer_types()
         else:
             importlib.import_module(module)
-    if type_name not in LAYERS:
+    return type_name in LAYERS
+
+
+def layer_class(type_name: str, where: str = "") -> type[Layer]:
+    """Return the class of a layer type.
+
+    Raises:
+        ConfigError: the type is unknown; the message names the Caffe that has it, or the nearest known name.
+    """
+    if not is_known(type_name):
         prefix = f"{where}: " if where else ""
         if missing := describe_missing(type_name):
             raise ConfigError(f"{prefix}{missing}")
@@ -190,7 +195,7 @@ def unknown_type_advice(type_name: str) -> str:
         return f"did you mean '{similar}'?"
     return (
         f'if a Caffe fork or your program has it, register a class for it: caffepy.register_layer("{type_name}", cls), '
-        "or --plugin FILE (docs/tutorials/unknown-fork.md)"
+        f"or --plugin FILE; 'caffepy layer-stub {type_name} --proto FILE' begins one (docs/tutorials/unknown-fork.md)"
     )
 
 
