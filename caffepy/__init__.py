@@ -13,6 +13,7 @@ from caffepy.version import __version__
 if TYPE_CHECKING:
     from caffepy.backend import Backend, create_backend
     from caffepy.errors import CaffepyError, RunError, UserError
+    from caffepy.formats.alias import register_alias
     from caffepy.formats.caffemodel import read_weights
     from caffepy.formats.load import read_net, read_solver
     from caffepy.formats.paths import PathResolver
@@ -44,6 +45,7 @@ _LAZY = {
     "read_net": "caffepy.formats.load",
     "read_solver": "caffepy.formats.load",
     "read_weights": "caffepy.formats.caffemodel",
+    "register_alias": "caffepy.formats.alias",
     "register_layer": "caffepy.layers",
     "register_proto": "caffepy.formats.proto.schemas",
     "train": "caffepy.training.train",
@@ -69,6 +71,7 @@ __all__ = [
     "read_net",
     "read_solver",
     "read_weights",
+    "register_alias",
     "register_layer",
     "register_proto",
     "train",

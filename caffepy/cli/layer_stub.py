@@ -50,12 +50,13 @@ class LayerStubCommand(ReadsNets):
             ConfigError: caffepy has the type, its name is no Python name, or a file exists.
             RunError: a file cannot be written.
         """
+        from caffepy.formats.alias import find_alias
         from caffepy.layers.layer import is_known
         from caffepy.scaffold.layer_stub import list_fields, make_stub
         from caffepy.utils.files import atomic_write, check_output
 
         stub = make_stub(self.type, self.param)
-        if is_known(self.type):
+        if is_known(self.type) or find_alias(self.type) is not None:
             raise ConfigError(f"TYPE is '{self.type}', which caffepy or a --plugin has; docs/reference/layers.md tells")
         layer = self.output or Path(stub.file_name)
         if layer.suffix != ".py" or not layer.stem.isidentifier():

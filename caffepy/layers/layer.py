@@ -29,6 +29,7 @@ from caffepy.backend.types import Array, Counter, RandomStream, element_dtype, i
 from caffepy.data.prefetch import never_cancel
 from caffepy.data.sharding import Shard, TestSchedule
 from caffepy.errors import ConfigError, DataError, OutOfMemoryError, ShapeError
+from caffepy.formats.alias import find_alias, replace_alias
 from caffepy.formats.blobs import format_shape
 from caffepy.formats.dialect import Dialect
 from caffepy.formats.proto import caffe_pb2
@@ -128,7 +129,7 @@ def register_layer(name: str, cls: Any = None, *, replace: bool = False) -> Any:
         if name not in _REGISTERED:
             LAYERS.register(name)(cls)
         return cls
-    built_in = name in layer_modules() or (name in LAYERS and name not in _REGISTERED)
+    built_in = name in layer_modules() or (name in LAYERS and name not in _REGISTERED) or find_alias(name) is not None
     if built_in and not replace:
         raise ConfigError(
             f"caffepy has the layer type '{name}'; give the class another name, or replace the type with "
@@ -142,6 +143,7 @@ def register_layer(name: str, cls: Any = None, *, replace: bool = False) -> Any:
     _REGISTERED.add(name)
     if built_in:
         _REPLACED.add(name)
+        replace_alias(name)
     return cls
 
 
@@ -195,7 +197,8 @@ def unknown_type_advice(type_name: str) -> str:
         return f"did you mean '{similar}'?"
     return (
         f'if a Caffe fork or your program has it, register a class for it: caffepy.register_layer("{type_name}", cls), '
-        f"or --plugin FILE; 'caffepy layer-stub {type_name} --proto FILE' begins one (docs/tutorials/unknown-fork.md)"
+        f"or --plugin FILE; 'caffepy layer-stub {type_name} --proto FILE' begins one; if it is a type of caffepy under "
+        f"another name, --alias {type_name}=TYPE (docs/tutorials/unknown-fork.md)"
     )
 
 

@@ -14,6 +14,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto
 
 from caffepy.errors import ConfigError
+from caffepy.formats.alias import settings_field
 from caffepy.formats.proto import caffe_pb2
 from caffepy.formats.proto.schemas import fork_schema
 
@@ -142,7 +143,7 @@ def make_stub(type_name: str, field_name: str = "") -> LayerStub:
         raise ConfigError(f"TYPE is '{type_name}'; give a layer type of letters and digits, as prototxts write it")
     schema = fork_schema()
     fields = _settings_fields()
-    wanted = field_name or next((name for name in fields if _plain(name) == type_name.lower()), "")
+    wanted = field_name or settings_field(type_name)
     if field_name and field_name not in fields:
         raise ConfigError(f"--param {field_name}: LayerParameter has no such message; {list_fields()}")
     return LayerStub(type_name, fields.get(wanted), schema.path if schema is not None else None)
@@ -159,10 +160,6 @@ def list_fields() -> str:
 def _settings_fields() -> dict[str, Any]:
     descriptor: Any = caffe_pb2.LayerParameter.DESCRIPTOR
     return {each.name: each for each in descriptor.fields if each.message_type and each.name.endswith(_ENDING)}
-
-
-def _plain(name: str) -> str:
-    return name.removesuffix(_ENDING).replace("_", "")
 
 
 def _type_name(each: Any) -> str:
