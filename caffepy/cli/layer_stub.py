@@ -10,16 +10,6 @@ from caffepy.errors import ConfigError
 from caffepy.utils.options import argument, file_name, option
 
 
-def type_name(text: str) -> str:
-    """A layer type."""
-    return text
-
-
-def parameter_name(text: str) -> str:
-    """A field of LayerParameter."""
-    return text
-
-
 @dataclass(kw_only=True)
 class LayerStubCommand(ReadsNets):
     """Begin a layer type of your own.
@@ -33,11 +23,10 @@ class LayerStubCommand(ReadsNets):
     docs/tutorials/unknown-fork.md shows how to fill it in and how commands use it.
     """
 
-    type: str = argument("the layer type, as prototxts write it", type_name, "TYPE")
+    type: str = argument("the layer type, as prototxts write it", metavar="TYPE")
     param: str = option(
         "LayerParameter's field with the type's settings (default: the one named after the type)",
-        parameter_name,
-        "FIELD",
+        metavar="FIELD",
         default="",
     )
     output: Path | None = option("the file of the class (default: named after the type)", file_name)

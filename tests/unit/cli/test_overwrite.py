@@ -140,7 +140,9 @@ READ = (
     "old plugins profile proto rootfolder snapshot solver source weights"
 )
 """Arguments that name files or folders which are read."""
-OTHER = "blobs delimiter encode_type export ext hosts keep_best master_addr mpirun names outputs program stage"
+OTHER = (
+    "blobs delimiter encode_type export ext hosts keep_best master_addr mpirun names outputs param program stage type"
+)
 """Arguments that are texts and name no files."""
 
 
