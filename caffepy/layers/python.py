@@ -535,7 +535,10 @@ class ArrayLayer(Layer):
         self._instance = make_object(self.user_class, None, self.where).instance
         self._instance.param, self._instance.phase = self.param, Phase(self.context.phase)
         if hasattr(self.user_class, "parameters"):
-            for entry in self._call("parameters", [blob.shape for blob in bottom]):
+            found = self._call("parameters", [blob.shape for blob in bottom])
+            if not isinstance(found, (tuple, list)):
+                raise self.error(f"parameters returned {found!r} in place of a list of (shape, filler)")
+            for entry in found:
                 self._add_parameter(entry)
         self._check_arguments("forward", len(bottom) + len(self.blobs))
         if hasattr(self.user_class, "backward"):
@@ -561,7 +564,10 @@ class ArrayLayer(Layer):
         self.add_parameter(shape, filler)
 
     def _check_arguments(self, method: str, count: int) -> None:
-        signature = inspect.signature(getattr(self._instance, method))
+        try:
+            signature = inspect.signature(getattr(self._instance, method))
+        except ValueError:  # some compiled functions have none
+            return
         try:
             signature.bind(*range(count))
         except TypeError:

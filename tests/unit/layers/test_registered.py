@@ -297,6 +297,11 @@ def test_a_formula_on_arrays_has_its_gradient_on_every_backend_and_works_in_plac
     check_layer(text, [gaussian(())], lambda x: (0.5 * x) ** 2)
 
 
+def test_a_function_of_numpy_is_a_forward() -> None:
+    caffepy.register_layer("Sinh2", type("Sinh", (), {"forward": np.sinh}))
+    check_layer("type: 'Sinh2'", [gaussian((2, 3))], np.sinh, gradients=False)
+
+
 def test_several_bottoms_tops_and_parameters_on_arrays() -> None:
     caffepy.register_layer("Mix2", Mix)
     inputs = [gaussian((3, 4)), gaussian((3, 4), 1)]
@@ -324,7 +329,9 @@ def test_a_class_without_backward_is_for_nets_that_do_not_train_through_it() -> 
     ip = 'layer { name: "i" type: "InnerProduct" bottom: "d" top: "i" inner_product_param { num_output: 3 } } '
     loss = 'layer { name: "l" type: "EuclideanLoss" bottom: "h" bottom: "d" top: "l" }'
     text = f'{DATA}{ip}layer {{ name: "h" type: "Half2" bottom: "i" top: "h" }}{loss}'
-    with pytest.raises(ConfigError, match=r"layer 'h' \(Half2\): cannot backpropagate to its bottom 'i'"):
+    with pytest.raises(
+        ConfigError, match=r"layer 'h' \(Half2\): cannot backpropagate to its bottom 'i', .*; give its class a"
+    ):
         build_net(text)
     build_net(text, phase=caffe_pb2.TEST).forward()
     build_net(f'{DATA}layer {{ name: "h" type: "Half2" bottom: "d" top: "h" }}{loss}').backward()
@@ -360,6 +367,7 @@ def test_a_class_with_parameters_and_without_backward_names_itself() -> None:
         ({"shape": lambda self, x: 2.5}, r"shape returned 2.5 in place of a shape or a list of shapes"),
         ({"shape": lambda self, x: (2, -1)}, r"shape returned \(2, -1\) in place of"),
         ({"shape": lambda self, x: x[9]}, r"shape: .*test_registered.py:\d+: IndexError"),
+        ({"parameters": lambda self, x: None}, r"parameters returned None in place of a list of \(shape, filler\)"),
         ({"parameters": lambda self, x: [(2, 3)]}, r"parameters returned \(2, 3\) in place of \(shape, filler\)"),
         ({"parameters": lambda self, x: [((2,), "xavier")]}, r"parameters returned \(\(2,\), 'xavier'\) in place"),
     ],
