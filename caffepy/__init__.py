@@ -13,6 +13,7 @@ from caffepy.version import __version__
 if TYPE_CHECKING:
     from caffepy.backend import Backend, create_backend
     from caffepy.errors import CaffepyError, RunError, UserError
+    from caffepy.formats.alias import register_alias
     from caffepy.formats.caffemodel import read_weights
     from caffepy.formats.load import read_net, read_solver
     from caffepy.formats.paths import PathResolver
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from caffepy.infer.model import Model, load
     from caffepy.layers import register_layer
     from caffepy.net import Net
+    from caffepy.net.gradient_check import check_gradient
     from caffepy.training.callbacks.loggers import Logger
     from caffepy.training.solver import Solver, create_solver
     from caffepy.training.train import Callback, TrainResult, train
@@ -36,12 +38,14 @@ _LAZY = {
     "Solver": "caffepy.training.solver",
     "TrainResult": "caffepy.training.train",
     "UserError": "caffepy.errors",
+    "check_gradient": "caffepy.net.gradient_check",
     "create_backend": "caffepy.backend",
     "create_solver": "caffepy.training.solver",
     "load": "caffepy.infer.model",
     "read_net": "caffepy.formats.load",
     "read_solver": "caffepy.formats.load",
     "read_weights": "caffepy.formats.caffemodel",
+    "register_alias": "caffepy.formats.alias",
     "register_layer": "caffepy.layers",
     "register_proto": "caffepy.formats.proto.schemas",
     "train": "caffepy.training.train",
@@ -60,12 +64,14 @@ __all__ = [
     "TrainResult",
     "UserError",
     "__version__",
+    "check_gradient",
     "create_backend",
     "create_solver",
     "load",
     "read_net",
     "read_solver",
     "read_weights",
+    "register_alias",
     "register_layer",
     "register_proto",
     "train",

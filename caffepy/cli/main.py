@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -57,7 +57,7 @@ GROUPS = {
     "training": ("train", "test", "test_detection", "time", "warm-up", "snapshot", "new", "models", "data"),
     "devices": ("device_query", "launch", "bench", "plan"),
     "predictions": ("classify", "detect", "extract_features"),
-    "nets and logs": ("net", "deploy", "draw_net", "parse_log", "plot_training_log"),
+    "nets and logs": ("net", "deploy", "draw_net", "layer-stub", "parse_log", "plot_training_log"),
     "data sets": (
         "convert_imageset",
         "convert_annoset",
@@ -94,7 +94,12 @@ MODULES = {
     **dict.fromkeys(GROUPS["old files"], "files"),
 }
 """The modules of commands whose module has another name."""
-WRITERS = {*MODULES, "data", "deploy", "export", "new", "plan"} - {"completion", "snapshot", "test_detection", "time"}
+WRITERS = {*MODULES, "data", "deploy", "export", "layer-stub", "new", "plan"} - {
+    "completion",
+    "snapshot",
+    "test_detection",
+    "time",
+}
 """Commands that write files and do not handle signals themselves."""
 
 ALIASES = {
@@ -194,8 +199,7 @@ def _run(arguments: list[str], verbose: bool) -> int:
     command.verbose = verbose
     signals = _ended_in_order() if _command_word(arguments) in WRITERS else nullcontext()
     dialect = command.dialect if isinstance(command, DialectOption) else None
-    ignored = command.ignore_fields if isinstance(command, ReadsNets) else None
-    with _dialect(dialect), _ignoring(ignored), signals:
+    with _dialect(dialect), _reading_nets(command), signals:
         status = command.run()
     sys.stdout.flush()
     return status
@@ -257,13 +261,19 @@ def _dialect(name: str | None) -> AbstractContextManager[None]:
     return override_dialect(name)
 
 
-def _ignoring(names: str | None) -> AbstractContextManager[None]:
-    """Return a context manager that applies --ignore-fields, if given."""
-    if names is None:
-        return nullcontext()
-    from caffepy.formats.ignore import ignoring
+@contextmanager
+def _reading_nets(command: Command) -> Iterator[None]:
+    """Apply --ignore-fields and --alias, if given."""
+    with ExitStack() as stack:
+        if isinstance(command, ReadsNets) and command.ignore_fields is not None:
+            from caffepy.formats.ignore import ignoring
 
-    return ignoring(names)
+            stack.enter_context(ignoring(command.ignore_fields))
+        if isinstance(command, ReadsNets) and command.alias is not None:
+            from caffepy.formats.alias import aliasing
+
+            stack.enter_context(aliasing(command.alias))
+        yield
 
 
 def build_parser(arguments: Sequence[str] = ()) -> Parser:

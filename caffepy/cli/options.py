@@ -23,6 +23,7 @@ from caffepy.training.options import TrainSettings
 from caffepy.utils.options import (
     NEEDED,
     Option,
+    alias_names,
     field_names,
     file_name,
     gpus_option,
@@ -276,6 +277,13 @@ class ReadsNets(Command):
         "the log names them; also by CAFFEPY_IGNORE_FIELDS",
         field_names,
         "NAMES",
+        group=_FORKS,
+    )
+    alias: str | None = option(
+        "layer types that are others under a new name: SyncBN=BN,NewConv=Convolution, or NEW=OLD:FIELD with the field "
+        "of OLD's settings; also by CAFFEPY_ALIAS",
+        alias_names,
+        "NEW=OLD",
         group=_FORKS,
     )
 

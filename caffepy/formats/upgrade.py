@@ -1,8 +1,8 @@
 """Upgrades of nets and solvers from older Caffe formats, in place.
 
 Steps in the order of Caffe's ``upgrade_proto.cpp``: V0 layers (``layers { layer { ... } }``, Caffe's first format) to
-V1 (``layers`` with a type in capitals), data-transform fields, V1 to `layer` with a type in quotes, net inputs,
-BatchNorm's parameters.
+V1 (``layers`` with a type in capitals), data-transform fields, V1 to `layer` with a type in quotes, types that are
+others under a new name, net inputs, BatchNorm's parameters.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 from google.protobuf.message import Message
 
 from caffepy.errors import ConfigError
+from caffepy.formats.alias import apply_aliases
 from caffepy.formats.fields import log_ignored_fields, refuse_fork_fields
 from caffepy.formats.proto.caffe_pb2 import (
     ImageDataParameter,
@@ -65,6 +66,7 @@ def upgrade_net(param: NetParameter, origin: str) -> None:
             ("V0 layers", upgrade_v0),
             ("data-transform fields", move_transforms),
             ("V1 layers", upgrade_v1),
+            ("layer types under other names", apply_aliases),
             ("input fields", upgrade_input),
             ("BatchNorm parameters", upgrade_batch_norm),
             ("bn_stats_batch_size", upgrade_stats_batch_size),

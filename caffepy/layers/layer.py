@@ -29,6 +29,7 @@ from caffepy.backend.types import Array, Counter, RandomStream, element_dtype, i
 from caffepy.data.prefetch import never_cancel
 from caffepy.data.sharding import Shard, TestSchedule
 from caffepy.errors import ConfigError, DataError, OutOfMemoryError, ShapeError
+from caffepy.formats.alias import find_alias, replace_alias
 from caffepy.formats.blobs import format_shape
 from caffepy.formats.dialect import Dialect
 from caffepy.formats.proto import caffe_pb2
@@ -95,10 +96,19 @@ def register_layer(name: str, cls: UserClass, *, replace: bool = False) -> UserC
 def register_layer(name: str, cls: Any = None, *, replace: bool = False) -> Any:
     """Register a class for a layer type of prototxts. Without `cls` it is a decorator: ``@register_layer("Mish")``.
 
-    The class is either a subclass of `caffepy.layers.Layer`, or has the methods of pycaffe's Python layers: ``setup``,
-    ``reshape``, ``forward`` and, for training, ``backward``. Objects of the latter have the layer's prototxt as
-    ``self.param``, with all fields, and the other attributes of Python layers. The class may declare variables of
-    `Layer`: ``bottoms``, ``tops``, ``is_loss``, ``auto_tops``, ``no_gradient_bottoms``, ``has_backward``.
+    The class has one of three forms. Objects of the first two have the layer's prototxt as ``self.param``, with all
+    fields.
+
+    - ``forward(self, x)`` takes the bottoms' arrays and returns the top's; ``shape(self, x)`` takes their shapes and
+      returns the top's, by default the first bottom's; ``backward(self, x, y, dy)`` returns the gradients of the
+      bottoms. Without ``backward`` a net does not train through the layer. ``parameters(self, x)`` returns shapes and
+      fillers; `caffepy.layers.python.ArrayLayer` has all details.
+    - A class with ``setup`` and ``reshape`` has the methods of pycaffe's Python layers, also ``forward`` and, for
+      training, ``backward``, and the other attributes of Python layers.
+    - A subclass of `caffepy.layers.Layer` runs on the device.
+
+    The class may declare variables of `Layer`: ``bottoms``, ``tops``, ``is_loss``, ``auto_tops``,
+    ``no_gradient_bottoms``, ``has_backward``.
 
     A program may register a type of its own again; the later class holds for nets that are built afterwards.
 
@@ -119,7 +129,7 @@ def register_layer(name: str, cls: Any = None, *, replace: bool = False) -> Any:
         if name not in _REGISTERED:
             LAYERS.register(name)(cls)
         return cls
-    built_in = name in layer_modules() or (name in LAYERS and name not in _REGISTERED)
+    built_in = name in layer_modules() or (name in LAYERS and name not in _REGISTERED) or find_alias(name) is not None
     if built_in and not replace:
         raise ConfigError(
             f"caffepy has the layer type '{name}'; give the class another name, or replace the type with "
@@ -133,6 +143,7 @@ def register_layer(name: str, cls: Any = None, *, replace: bool = False) -> Any:
     _REGISTERED.add(name)
     if built_in:
         _REPLACED.add(name)
+        replace_alias(name)
     return cls
 
 
@@ -155,19 +166,24 @@ def import_layer_types() -> None:
                 importlib.import_module(module.name)
 
 
-def layer_class(type_name: str, where: str = "") -> type[Layer]:
-    """Return the class of a layer type and import its module, or all modules if the sources do not name the type.
-
-    Raises:
-        ConfigError: the type is unknown; the message names the Caffe that has it, or the nearest known name.
-    """
+def is_known(type_name: str) -> bool:
+    """Return whether there is a layer type; imports its module, or all modules if the sources do not name the type."""
     if type_name not in LAYERS:
         module = layer_modules().get(type_name)
         if module is None:
             import_layer_types()
         else:
             importlib.import_module(module)
-    if type_name not in LAYERS:
+    return type_name in LAYERS
+
+
+def layer_class(type_name: str, where: str = "") -> type[Layer]:
+    """Return the class of a layer type.
+
+    Raises:
+        ConfigError: the type is unknown; the message names the Caffe that has it, or the nearest known name.
+    """
+    if not is_known(type_name):
         prefix = f"{where}: " if where else ""
         if missing := describe_missing(type_name):
             raise ConfigError(f"{prefix}{missing}")
@@ -181,7 +197,8 @@ def unknown_type_advice(type_name: str) -> str:
         return f"did you mean '{similar}'?"
     return (
         f'if a Caffe fork or your program has it, register a class for it: caffepy.register_layer("{type_name}", cls), '
-        "or --plugin FILE (docs/tutorials/unknown-fork.md)"
+        f"or --plugin FILE; 'caffepy layer-stub {type_name} --proto FILE' begins one; if it is a type of caffepy under "
+        f"another name, --alias {type_name}=TYPE (docs/tutorials/unknown-fork.md)"
     )
 
 

@@ -1,7 +1,9 @@
-"""The layer type Python, which calls a user's class: `python_param { module layer param_str share_in_parallel }`.
+"""Layers of users' classes: the layer type Python, and registered types.
 
-The class has the methods of pycaffe's `caffe.Layer`: setup, reshape, forward and backward. They receive blobs whose
-data and diff are NumPy arrays on the host.
+The layer type Python (`python_param { module layer param_str share_in_parallel }`) and a registered class with `setup`
+or `reshape` have the methods of pycaffe's `caffe.Layer`: setup, reshape, forward and backward. They receive blobs whose
+data and diff are NumPy arrays on the host. Any other registered class has methods on shapes and arrays
+(`ArrayLayer`).
 
 Loading of a user's class for a Python layer, and errors that name the user's file and line.
 
@@ -13,8 +15,10 @@ pycaffe's `solver_rank()` and `solver_count()` read them. Each solver thread has
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import math
+import operator
 import sys
 import threading
 import traceback
@@ -22,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -36,6 +40,8 @@ log = logging.getLogger(__name__)
 
 
 REQUIRED_METHODS = ("setup", "reshape", "forward")
+_OF_SETUP = ("setup", "reshape", "shape", "parameters")
+"""Methods whose errors are of the net, not of a pass."""
 
 _lock = threading.RLock()
 """Guards imports and `_shared`: the devices of a process build their nets at the same time."""
@@ -46,11 +52,11 @@ class UserCodeError(CaffepyError):
 
 
 class _SetupError(UserCodeError, ConfigError):
-    """`setup` or `reshape` raised."""
+    """A method of `_OF_SETUP` raised."""
 
 
 class _PassError(UserCodeError, RunError):
-    """`forward` or `backward` raised."""
+    """Another method raised."""
 
 
 class PythonObject:
@@ -84,13 +90,13 @@ def describe_class(cls: Any) -> str:
     return f"'{cls.__name__}' of {getattr(sys.modules.get(cls.__module__), '__file__', 'without a file')}"
 
 
-def check_methods(cls: Any, what: str) -> None:
+def check_methods(cls: Any, what: str, needed: Sequence[str] = REQUIRED_METHODS) -> None:
     """Check that a class has the methods of a Python layer; `what` it is called in the message.
 
     Raises:
         ConfigError: a method is missing.
     """
-    missing = [name for name in REQUIRED_METHODS if not callable(getattr(cls, name, None))]
+    missing = [name for name in needed if not callable(getattr(cls, name, None))]
     if missing:
         raise ConfigError(f"{what} lacks {', '.join(missing)}")
 
@@ -140,7 +146,7 @@ def user_errors(method: str, instance: Any, where: str) -> Iterator[None]:
     """Turn an exception in a user's method into one line with the layer, the file and the line.
 
     Raises:
-        ConfigError: `setup` or `reshape` raised an exception.
+        ConfigError: a method that the net calls when it is built raised an exception.
         RunError: another method raised an exception.
     """
     try:
@@ -150,7 +156,7 @@ def user_errors(method: str, instance: Any, where: str) -> Iterator[None]:
     except Exception as error:
         module = sys.modules.get(type(instance).__module__)
         message = f"{where}: {method}: {describe(error, getattr(module, '__file__', '') or '')}"
-        raise (_SetupError if method in ("setup", "reshape") else _PassError)(message) from error
+        raise (_SetupError if method in _OF_SETUP else _PassError)(message) from error
 
 
 def make_object(cls: Any, key: tuple[Any, ...] | None, where: str) -> PythonObject:
@@ -321,16 +327,24 @@ class PythonLayer(Layer):
         return self._object.instance
 
     @classmethod
-    def calling(cls, type_name: str, user_class: Any) -> type[PythonLayer]:
+    def calling(cls, type_name: str, user_class: Any) -> type[Layer]:
         """Return the layer class of a registered type, which calls objects of `user_class`.
+
+        A class with neither `setup` nor `reshape` has the methods of `ArrayLayer`.
 
         Raises:
             ConfigError: the class lacks methods.
         """
-        check_methods(user_class, f"layer type '{type_name}': class '{user_class.__name__}'")
-        declared = {name: getattr(user_class, name) for name in _DECLARED if hasattr(user_class, name)}
+        takes_blobs = hasattr(user_class, "setup") or hasattr(user_class, "reshape")
+        needed = REQUIRED_METHODS if takes_blobs else ("forward",)
+        check_methods(user_class, f"layer type '{type_name}': class '{user_class.__name__}'", needed)
         names = {"__doc__": user_class.__doc__, "__module__": user_class.__module__, "user_class": user_class}
-        return type(user_class.__name__, (cls,), names | declared)
+        names |= {name: getattr(user_class, name) for name in _DECLARED if hasattr(user_class, name)}
+        if takes_blobs:
+            return type(user_class.__name__, (cls,), names)
+        # A layer with parameters refuses its first backward pass, as no later layer asks for its bottom's gradient.
+        differentiable = hasattr(user_class, "backward") or hasattr(user_class, "parameters")
+        return type(user_class.__name__, (ArrayLayer,), {"has_backward": differentiable} | names)
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         cls = self._find_class()
@@ -482,6 +496,174 @@ def _reads_rank(cls: Any) -> bool:
     """Whether a method of a user's class reads one of `_RANKS`."""
     methods = (value for base in cls.__mro__ if base is not PythonLayerBase for value in vars(base).values())
     return any(_RANKS.intersection(getattr(getattr(each, "__code__", None), "co_names", ())) for each in methods)
+
+
+# -- registered classes with methods on shapes and arrays ----------------------------------------------
+
+Floats: TypeAlias = Any
+"""A NumPy array of float32."""
+
+
+class ArrayLayer(Layer):
+    """A layer whose class, registered by a program, has methods on shapes and arrays instead of blobs.
+
+    ::
+
+        shape(*bottoms)                     the top's shape, or a list of the tops'; if absent: the first bottom's
+        parameters(*bottoms)                a list of (shape, filler), a filler being a number or a FillerParameter
+        forward(*bottoms, *parameters)      the top, or a tuple of the tops
+        backward(*bottoms, *parameters, *tops, *gradients)
+                                            the gradients of bottoms and parameters; None: 0
+
+    `shape` and `parameters` take the bottoms' shapes as tuples. `forward` and `backward` take NumPy arrays of float32
+    on the host, which they must not write to, and return arrays of the declared shapes in any type of number.
+    `gradients` are those of the tops. The object's `param` is the layer's prototxt and `phase` 0 in TRAIN, 1 in
+    TEST. The results depend on the arguments only, or on numbers that `forward` draws. Without `backward` a net does
+    not train through the layer; other nets run.
+
+    Raises:
+        ConfigError: `shape` or `parameters` raised an exception or returned something else, or methods do not take
+            this number of arrays.
+        RunError: `forward` or `backward` raised an exception, or returned arrays of other numbers or shapes.
+    """
+
+    bottoms = (1, None)
+    tops = (1, None)
+    user_class: ClassVar[Any]
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        self._instance = make_object(self.user_class, None, self.where).instance
+        self._instance.param, self._instance.phase = self.param, Phase(self.context.phase)
+        if hasattr(self.user_class, "parameters"):
+            found = self._call("parameters", [blob.shape for blob in bottom])
+            if not isinstance(found, (tuple, list)):
+                raise self.error(f"parameters returned {found!r} in place of a list of (shape, filler)")
+            for entry in found:
+                self._add_parameter(entry)
+        self._check_arguments("forward", len(bottom) + len(self.blobs))
+        if hasattr(self.user_class, "backward"):
+            self._check_arguments("backward", len(bottom) + len(self.blobs) + 2 * len(top))
+        self._arrays: list[Floats] = []
+        """The arguments and results of the last `forward`; later layers may write over the blobs."""
+
+    def _call(self, method: str, arguments: Sequence[Any]) -> Any:
+        with user_errors(method, self._instance, self.where):
+            return getattr(self._instance, method)(*arguments)
+
+    def _add_parameter(self, entry: Any) -> None:
+        try:
+            shape, filler = entry
+            shape = _as_shape(shape)
+            if not isinstance(filler, caffe_pb2.FillerParameter):
+                filler = caffe_pb2.FillerParameter(value=float(filler))
+        except (TypeError, ValueError):
+            raise self.error(
+                f"parameters returned {entry!r} in place of (shape, filler), a filler being a number or a "
+                "FillerParameter"
+            ) from None
+        self.add_parameter(shape, filler)
+
+    def _check_arguments(self, method: str, count: int) -> None:
+        try:
+            signature = inspect.signature(getattr(self._instance, method))
+        except ValueError:  # some compiled functions have none
+            return
+        try:
+            signature.bind(*range(count))
+        except TypeError:
+            parts = f"{len(self.param.bottom)} bottoms, {len(self.blobs)} parameters"
+            tops = f", {len(self.param.top)} tops and their gradients" if method == "backward" else ""
+            raise self.error(
+                f"class {describe_class(self.user_class)}: {method}{signature} does not take the {count} arrays of "
+                f"the layer ({parts}{tops})"
+            ) from None
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        shapes = [blob.shape for blob in bottom]
+        if hasattr(self.user_class, "shape"):
+            found = self._call("shape", shapes)
+            try:
+                shapes = _as_shapes(found)
+            except (TypeError, ValueError):
+                raise self.error(f"shape returned {found!r} in place of a shape or a list of shapes") from None
+        elif shapes:
+            shapes = shapes[:1] * len(top)
+        if len(shapes) != len(top):
+            raise self.error(f"the layer has {len(top)} tops, and shape returned {len(shapes)} shapes: {shapes}")
+        for blob, shape in zip(top, shapes, strict=True):
+            blob.reshape(shape)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        arrays = [self.backend.to_host(blob.data) for blob in (*bottom, *self.blobs)]
+        results: list[Floats] = [None] * len(top)
+        if self.backend.holds_values:
+            for array in arrays:
+                array.flags.writeable = False  # `backward` gets them too
+            wanted = [(f"top '{blob.name}'", blob.shape) for blob in top]
+            results = self._compute("forward", arrays, wanted, none_is_zero=False)
+        for blob, result in zip(top, results, strict=True):
+            self.backend.from_host(result, blob.data)
+        self._arrays = [] if self.context.forward_only else [*arrays, *results]
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        gradients = [self.backend.to_host(blob.diff) for blob in top]
+        results: list[Floats] = [None] * (len(bottom) + len(self.blobs))
+        if self.backend.holds_values:
+            wanted = [(f"bottom {index}'s gradient", blob.shape) for index, blob in enumerate(bottom)]
+            wanted += [(f"parameter {index}'s gradient", blob.shape) for index, blob in enumerate(self.blobs)]
+            results = self._compute("backward", [*self._arrays, *gradients], wanted, none_is_zero=True)
+        for blob, down, result in zip(bottom, propagate_down, results, strict=False):
+            if down:
+                self.backend.from_host(result, blob.diff)
+        for index, (blob, learned) in enumerate(zip(self.blobs, self.propagate_to_params, strict=True)):
+            if learned:
+                result = results[len(bottom) + index]
+                if self.accumulate(index) and self.backend.holds_values:
+                    result = result + self.backend.to_host(blob.diff)
+                self.backend.from_host(result, blob.diff)
+
+    def _compute(
+        self, method: str, arguments: list[Floats], wanted: list[tuple[str, tuple[int, ...]]], none_is_zero: bool
+    ) -> list[Floats]:
+        """Return what a method computes; `wanted` are names and shapes."""
+        if not hasattr(self._instance, method):
+            raise RunError(
+                f"{self.where}: cannot train: class {describe_class(self.user_class)} has no method {method}; write "
+                "it, or give the layer's parameters and those before it lr_mult: 0"
+            )
+        value = self._call(method, arguments)
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        if value is None or len(values) != len(wanted):
+            found = "None" if value is None else f"{len(values)} arrays"
+            raise RunError(f"{self.where}: {method} returned {found} in place of {len(wanted)} arrays")
+        results = []
+        for (name, shape), each in zip(wanted, values, strict=True):
+            if each is None and none_is_zero:
+                results.append(np.zeros(shape, np.float32))
+                continue
+            array: Floats = np.asarray(each)
+            if array.shape != shape or array.dtype.kind not in "fiub":
+                found = f"{array.dtype} of shape {array.shape}"
+                raise RunError(f"{self.where}: {method} returned {found} for {name}, not numbers of shape {shape}")
+            results.append(np.asarray(array, np.float32, order="C"))
+        return results
+
+    def capture_blocker(self) -> str | None:
+        return "it runs the user's Python code on the host"
+
+
+def _as_shape(value: Any) -> tuple[int, ...]:
+    """Return a shape as a tuple; TypeError, ValueError: it is none."""
+    shape = tuple(operator.index(size) for size in value)
+    if any(size < 0 for size in shape):
+        raise ValueError
+    return shape
+
+
+def _as_shapes(value: Any) -> list[tuple[int, ...]]:
+    """Return the shapes that a user's method returned: one, or several in a list or tuple."""
+    several = len(value) > 0 and all(isinstance(each, (tuple, list)) for each in value)
+    return [_as_shape(each) for each in (value if several else [value])]
 
 
 # -- blobs ---------------------------------------------------------------------------------------------

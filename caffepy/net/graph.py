@@ -30,7 +30,7 @@ from caffepy.errors import (
 )
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.blob import Blob
-from caffepy.layers.layer import Layer, LayerContext, layer_class
+from caffepy.layers.layer import Layer, LayerContext, is_registered, layer_class
 from caffepy.utils.registry import suggest
 
 log = logging.getLogger(__name__)
@@ -570,7 +570,10 @@ def check_gradients(nodes: list[Node]) -> None:
             continue
         for j, down in enumerate(node.propagate_down):
             if down and (j in node.layer.no_gradient_bottoms or not node.layer.has_backward):
+                own = is_registered(node.layer.param.type) and not node.layer.has_backward
+                advice = "give its class a method backward, or " if own else ""
                 raise node.layer.error(
                     f"cannot backpropagate to its bottom '{node.layer.bottom_names[j]}', which depends on learnable "
-                    "parameters; write propagate_down: false for that bottom, or lr_mult: 0 at those parameters"
+                    f"parameters; {advice}write propagate_down: false for that bottom, or lr_mult: 0 at those "
+                    "parameters"
                 )

@@ -58,6 +58,11 @@ def field_names(text: str) -> str:
     return given(text, "Message.field or 'all'")
 
 
+def alias_names(text: str) -> str:
+    """Layer types with the types that they are read as, divided by commas."""
+    return given(text, "NEW=OLD")
+
+
 def assignment(text: str) -> str:
     """``FIELD=VALUE``."""
     if not re.match(r"[^=]*\w[^=]*=", text):

@@ -1,4 +1,4 @@
-"""docs/tutorials/unknown-fork.md: its commands and its two layers, with a schema that has the fork's two fields."""
+"""docs/tutorials/unknown-fork.md: its commands and its layers, with a schema that has the fork's two fields."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from caffepy.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "tutorials" / "unknown-fork.md").read_text()
-LAYERS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[:2]
+LAYERS = dict(
+    zip(("scaled_tanh", "scaled_tanh_fast", "gain"), re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL), strict=False)
+)
 SCHEMA = """
 syntax = "proto2";
 package caffe;
@@ -40,15 +42,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(["bash", "-e"], input=textwrap.dedent("\n".join(commands)), text=True, cwd=folder, check=True)
     solver = folder / "models" / "lenet" / "tanh_solver.prototxt"
     solver.write_text(re.sub(r"(max_iter|test_interval|display): \d+", r"\1: 30", solver.read_text()))
-    for name, text in zip(("scaled_tanh", "scaled_tanh_fast"), LAYERS, strict=True):
+    for name, text in LAYERS.items():
         (folder / f"{name}.py").write_text(text)
     return folder
 
 
 def run(folder: Path, *arguments: str, status: int = 0) -> str:
-    command = [sys.executable, "-m", "caffepy", *arguments]
+    return run_module(folder, "caffepy", *arguments, status=status)
+
+
+def run_module(folder: Path, *arguments: str, status: int = 0) -> str:
+    command = [sys.executable, "-m", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=300)
-    assert done.returncode == status, done.stderr
+    assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
@@ -62,6 +68,28 @@ def test_errors_on_the_way(folder: Path) -> None:
     command = ["net", "--solver", "models/lenet/tanh_solver.prototxt"]
     assert re.search(shown("unknown field"), run(folder, *command, status=2))
     assert re.search(shown("unknown layer type"), run(folder, *command, "--proto", PROTO, status=2))
+
+
+def test_the_stub_and_the_filled_in_layer(folder: Path, tmp_path: Path) -> None:
+    """The page's class passes the test that the command writes."""
+    shutil.copytree(folder / "fork", tmp_path / "fork")
+    run(tmp_path, "layer-stub", "ScaledTanH", "--proto", PROTO)
+    assert sorted(path.name for path in tmp_path.glob("*.py")) == ["scaled_tanh.py", "test_scaled_tanh.py"]
+    test = ("pytest", "-q", "-p", "no:cacheprovider", "test_scaled_tanh.py")
+    assert "fill in forward of ScaledTanH" in run_module(tmp_path, *test, status=1)
+    (tmp_path / "scaled_tanh.py").write_text(LAYERS["scaled_tanh"])
+    assert "1 passed" in run_module(tmp_path, *test)
+
+
+def test_the_layer_with_a_parameter(folder: Path) -> None:
+    code = (
+        "import caffepy, gain, numpy as np\n"
+        "x = np.random.default_rng(0).standard_normal((2, 3, 4, 5)).astype(np.float32)\n"
+        "(y,) = caffepy.check_gradient('type: \"ChannelGain\"', x)\n"
+        "assert np.array_equal(x, y)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from caffepy.backend import Array, Each, Scalar, expression
 from caffepy.backend.types import BatchNormState
+from caffepy.formats.alias import register_alias
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.batch_norm import BatchNormLayer
 from caffepy.layers.layer import Blobs, LayerContext, register_layer
@@ -30,6 +31,9 @@ def variance_of(inverse: Each, epsilon: Scalar) -> Each:
     return max(1 / (inverse * inverse) - epsilon, 0.0)
 
 
+register_alias("CuDNNBatchNorm", "BN", fields={"scale_filler": "slope_filler"})
+
+
 @register_layer("BN")
 class BNLayer(BatchNormLayer):
     """y = (x - mean) / sqrt(variance + eps) * scale + bias for each channel, with learned scale and bias.
@@ -50,6 +54,9 @@ class BNLayer(BatchNormLayer):
     LEARN uses the batch's statistics with eps = 1e-9 in both phases. INFERENCE computes y = x * scale + bias: SegNet's
     compute_bn_statistics.py puts stored statistics into both. Optional tops 1 and 2, (1, C, 1, 1), are the batch's mean
     and variance; they have no gradient.
+
+    GENet's CuDNNBatchNorm (`cudnn_batch_norm_layer.cpp`) is read as PSPNet's. Its `momentum` is 0.999 by default, its
+    `scale_filler` fills the scale, and cuDNN's stored variance is over m - 1 elements.
 
     The fillers' default, as in the forks, is constant 0.
 

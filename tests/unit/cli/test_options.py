@@ -149,7 +149,10 @@ OPTION = "unexpected argument '{}': a file has an option here, {};"
     ("words", "message"),
     [
         ("train -sovler=x", r"unknown option '--sovler'; did you mean '--solver'\?"),
-        ("test --kind TEST", "unknown option '--kind'; known: --ap-version, --cpu"),  # dashes make no option near
+        (
+            "test --kind TEST",
+            "unknown option '--kind'; known: --alias, --ap-version, --cpu",
+        ),  # dashes make no option near
         ("train --sol x", "unknown option '--sol'"),  # options are not abbreviated
         ("trian", r"unknown command 'trian'; did you mean 'train'\?"),
         ("train x", "unexpected argument 'x'; 'caffepy train --help'"),

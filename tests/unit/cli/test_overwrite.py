@@ -100,6 +100,7 @@ ASKS = {
     "export.output weights": Case("export net.prototxt net.caffemodel new.safetensors", ("new.safetensors",)),
     "extract_features.databases": database("extract_features net.caffemodel train.prototxt fc db 1 lmdb", "db"),
     "import.output": Case("import net.onnx --output new --no-check", ("new.prototxt", "new.caffemodel")),
+    "layer-stub.output": Case("layer-stub Own1", ("own1.py", "test_own1.py")),
     "models.to": Case("models copy lenet --to nets", ("nets/lenet/solver.prototxt",)),
     "new.to": Case(
         "new lenet --data set --to new",
@@ -139,7 +140,9 @@ READ = (
     "old plugins profile proto rootfolder snapshot solver source weights"
 )
 """Arguments that name files or folders which are read."""
-OTHER = "blobs delimiter encode_type export ext hosts keep_best master_addr mpirun names outputs program stage"
+OTHER = (
+    "blobs delimiter encode_type export ext hosts keep_best master_addr mpirun names outputs param program stage type"
+)
 """Arguments that are texts and name no files."""
 
 

@@ -54,7 +54,7 @@ def test_a_module_of_the_working_directory(tmp_path: Path) -> None:
         ("worse.py", "def", r"worse\.py:1: SyntaxError"),
         ("other.py", "import absent_too", r"other\.py:1: ModuleNotFoundError: No module named 'absent_too'"),
         ("third", "import absent_too", r"third\.py:1: ModuleNotFoundError: No module named 'absent_too'"),
-        ("half.py", "import caffepy\nclass A: ...\ncaffepy.register_layer('Half3', A)", r"class 'A' lacks setup, resh"),
+        ("half.py", "import caffepy\nclass A: ...\ncaffepy.register_layer('Half3', A)", r"class 'A' lacks forward"),
     ],
 )
 def test_what_cannot_be_imported(tmp_path: Path, name: str, text: str | None, error: str) -> None:

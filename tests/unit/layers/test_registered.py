@@ -248,3 +248,148 @@ def test_an_unknown_type_names_the_door_and_guesses_only_misspellings() -> None:
 
 def test_layer_is_public() -> None:
     assert issubclass(ScaledTanH, Layer)
+
+
+# -- classes with methods on shapes and arrays --------------------------------------------------------
+
+
+class Power2:
+    """y = (scale * x)^2."""
+
+    param: caffe_pb2.LayerParameter
+
+    def forward(self, x: Any) -> Any:
+        return (self.param.power_param.scale * x) ** 2
+
+    def backward(self, x: Any, y: Any, dy: Any) -> Any:
+        return 2 * self.param.power_param.scale**2 * x * dy
+
+
+class Mix:
+    """Of a and b, (N, C): w * a + b and the sums of a * b, with a learned weight for each column."""
+
+    bottoms, tops = (2, 2), (2, 2)
+
+    def shape(self, a: Any, b: Any) -> Any:
+        return [a, (a[0],)]
+
+    def parameters(self, a: Any, b: Any) -> Any:
+        return [((a[1],), 0.5), ((), caffe_pb2.FillerParameter(type="constant", value=2))]
+
+    def forward(self, a: Any, b: Any, w: Any, unused: Any) -> Any:
+        return w * a + b, (a * b).sum(1)
+
+    def backward(self, a: Any, b: Any, w: Any, unused: Any, y: Any, z: Any, dy: Any, dz: Any) -> Any:
+        return w * dy + dz[:, None] * b, dy + dz[:, None] * a, (dy * a).sum(0), None
+
+
+class Half:
+    """y = x / 2, without a gradient."""
+
+    def forward(self, x: Any) -> Any:
+        return x / 2
+
+
+def test_a_formula_on_arrays_has_its_gradient_on_every_backend_and_works_in_place() -> None:
+    caffepy.register_layer("Power2", Power2)
+    text = "type: 'Power2' power_param { scale: 0.5 }"
+    check_layer(text, [gaussian((2, 3, 4, 5))], lambda x: (0.5 * x) ** 2, in_place=True)
+    check_layer(text, [gaussian(())], lambda x: (0.5 * x) ** 2)
+
+
+def test_a_function_of_numpy_is_a_forward() -> None:
+    caffepy.register_layer("Sinh2", type("Sinh", (), {"forward": np.sinh}))
+    check_layer("type: 'Sinh2'", [gaussian((2, 3))], np.sinh, gradients=False)
+
+
+def test_several_bottoms_tops_and_parameters_on_arrays() -> None:
+    caffepy.register_layer("Mix2", Mix)
+    inputs = [gaussian((3, 4)), gaussian((3, 4), 1)]
+    check_layer("type: 'Mix2'", inputs, lambda a, b, w, unused: (w * a + b, (a * b).sum(1)))
+    text = DATA + 'layer { name: "a" type: "Mix2" bottom: "d" bottom: "d" top: "y" top: "z" }'
+    assert [blob.host_data().tolist() for blob in build_net(text).layers[-1].blobs] == [[0.5] * 3, 2]
+
+
+def test_parameters_of_a_class_on_arrays_learn_and_load() -> None:
+    caffepy.register_layer("Mix2", Mix)
+    net = f"""{NOISE} layer {{ name: "a" type: "Mix2" bottom: "d" bottom: "d" top: "y" top: "z" }}
+        layer {{ name: "l" type: "EuclideanLoss" bottom: "y" bottom: "d" top: "l" }}
+        layer {{ name: "s" type: "Silence" bottom: "z" }}"""
+    with build_solver(PLAIN.replace("max_iter: 4", "max_iter: 60"), net) as solver:
+        solver.solve()
+        learned = solver.net.to_proto()
+        assert np.allclose(learned.layer[-3].blobs[0].data, 0, atol=0.05)
+    other = build_net(net)
+    other.copy_trained_layers_from(learned, "learned")
+    assert other.to_proto().layer[-3].blobs[0].data == learned.layer[-3].blobs[0].data
+
+
+def test_a_class_without_backward_is_for_nets_that_do_not_train_through_it() -> None:
+    caffepy.register_layer("Half2", Half)
+    ip = 'layer { name: "i" type: "InnerProduct" bottom: "d" top: "i" inner_product_param { num_output: 3 } } '
+    loss = 'layer { name: "l" type: "EuclideanLoss" bottom: "h" bottom: "d" top: "l" }'
+    text = f'{DATA}{ip}layer {{ name: "h" type: "Half2" bottom: "i" top: "h" }}{loss}'
+    with pytest.raises(
+        ConfigError, match=r"layer 'h' \(Half2\): cannot backpropagate to its bottom 'i', .*; give its class a"
+    ):
+        build_net(text)
+    build_net(text, phase=caffe_pb2.TEST).forward()
+    build_net(f'{DATA}layer {{ name: "h" type: "Half2" bottom: "d" top: "h" }}{loss}').backward()
+
+
+def test_a_class_with_parameters_and_without_backward_names_itself() -> None:
+    class Bare:
+        parameters, forward, shape = Mix.parameters, Mix.forward, Mix.shape
+
+    caffepy.register_layer("Bare2", Bare)
+    text = DATA + 'layer { name: "a" type: "Bare2" bottom: "d" bottom: "d" top: "y" top: "z" loss_weight: [1, 0] }'
+    net = build_net(text)
+    net.forward()
+    with pytest.raises(RunError, match=r"layer 'a' \(Bare2\): cannot train: class 'Bare' .* no method backward"):
+        net.backward()
+
+
+@pytest.mark.parametrize(
+    ("methods", "error"),
+    [
+        (
+            {"forward": lambda self: 0},
+            r"forward\(\) does not take the 1 arrays of the layer \(1 bottoms, 0 par",
+        ),
+        (
+            {"backward": lambda self, x, dy: dy},
+            r"backward\(x, dy\) does not take the 3 arrays .* 1 tops and their grad",
+        ),
+        (
+            {"shape": lambda self, x: [x, x]},
+            r"the layer has 1 tops, and shape returned 2 shapes: \[\(2, 3\), \(2, 3\)\]",
+        ),
+        ({"shape": lambda self, x: 2.5}, r"shape returned 2.5 in place of a shape or a list of shapes"),
+        ({"shape": lambda self, x: (2, -1)}, r"shape returned \(2, -1\) in place of"),
+        ({"shape": lambda self, x: x[9]}, r"shape: .*test_registered.py:\d+: IndexError"),
+        ({"parameters": lambda self, x: None}, r"parameters returned None in place of a list of \(shape, filler\)"),
+        ({"parameters": lambda self, x: [(2, 3)]}, r"parameters returned \(2, 3\) in place of \(shape, filler\)"),
+        ({"parameters": lambda self, x: [((2,), "xavier")]}, r"parameters returned \(\(2,\), 'xavier'\) in place"),
+    ],
+)
+def test_methods_that_do_not_fit_the_layer(methods: dict[str, Any], error: str) -> None:
+    caffepy.register_layer("Wrong2", type("Wrong", (), {"forward": lambda self, x: x} | methods))
+    with pytest.raises(ConfigError, match=rf"layer 'a' \(Wrong2\): .*{error}"):
+        build_net(DATA + 'layer { name: "a" type: "Wrong2" bottom: "d" top: "a" }')
+
+
+@pytest.mark.parametrize(
+    ("result", "error"),
+    [
+        (lambda x: x[:1], r"forward returned float32 of shape \(1, 3\) for top 'a', not numbers of shape \(2, 3\)"),
+        (lambda x: None, r"forward returned None in place of 1 arrays"),
+        (lambda x: (x, x), r"forward returned 2 arrays in place of 1 arrays"),
+        (lambda x: x * 1j, r"forward returned complex64 of shape"),
+        (lambda x: x.fill(0), r"forward: .*test_registered.py:\d+: ValueError: .*read-only"),
+    ],
+)
+def test_results_that_do_not_fit_the_tops(result: Any, error: str) -> None:
+    caffepy.register_layer("Wrong2", type("Wrong", (), {"forward": lambda self, x: result(x)}))
+    net = build_net(DATA + 'layer { name: "a" type: "Wrong2" bottom: "d" top: "a" }')
+    with pytest.raises(RunError, match=rf"layer 'a' \(Wrong2\): {error}"):
+        net.forward()

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from google.protobuf import text_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_harness import BACKENDS, TEST, Runner, check_layer, gaussian
+from training import CPU
 
 from caffepy.errors import ConfigError, ShapeError, SnapshotError
 from caffepy.formats.binary import to_blob_proto
 from caffepy.formats.proto import caffe_pb2
+from caffepy.formats.prototxt import parse_text
+from caffepy.formats.upgrade import upgrade_net
+from caffepy.layers import LayerContext
+from caffepy.net import Net
 from caffepy.net.trained_layers import copy_trained_layers
 
 PSPNET = "slope_filler { value: 1 } bias_filler { value: 0 }"
@@ -187,3 +193,44 @@ def test_statistics_of_all_devices(fields, averaged):
     assert np.allclose(y, (x - by_channel(mean, 4)) / np.sqrt(by_channel(variance, 4) + 1e-5), atol=1e-4)
     for index, new in zip(averaged, (mean, variance), strict=bool(averaged)):
         assert np.allclose(runner.layer.blobs[index].host_data(), 0.1 * new, rtol=1e-4)
+
+
+GENET = """
+layer { name: "x" type: "Input" top: "x" input_param { shape { dim: 4 dim: 3 dim: 2 dim: 2 } } }
+layer { name: "n" type: "CuDNNBatchNorm" bottom: "x" top: "n" cudnn_batch_norm_param { %s } }
+"""
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ("", "momentum: 0.999"),
+        ("frozen: true momentum: 0.9", "frozen: true momentum: 0.9"),
+        (
+            "eps: 0.01 scale_filler { value: 2 } bias_filler { value: 3 }",
+            "momentum: 0.999 eps: 0.01 slope_filler { value: 2 } bias_filler { value: 3 }",
+        ),
+    ],
+)
+def test_the_settings_of_genets_batch_normalisation(fields, wanted):
+    net = parse_text(GENET % fields, caffe_pb2.NetParameter(), "genet.prototxt")
+    upgrade_net(net, "genet.prototxt")
+    assert net.layer[1] == text_format.Parse(
+        f"name: 'n' type: 'BN' bottom: 'x' top: 'n' bn_param {{ {wanted} }}", caffe_pb2.LayerParameter()
+    )
+
+
+def test_genets_batch_normalisation_loads_its_four_blobs():
+    net = parse_text(GENET % "eps: 0.1 momentum: 0.5", caffe_pb2.NetParameter(), "genet.prototxt")
+    upgrade_net(net, "genet.prototxt")
+    built = Net(net, LayerContext(CPU, phase=TEST))
+    values = [gaussian((3,), seed) for seed in range(3)] + [np.full(3, 2, np.float32)]
+    trained = caffe_pb2.NetParameter()
+    blobs = [to_blob_proto(value.reshape(1, 3, 1, 1)) for value in values]
+    trained.layer.add(name="n", type="CuDNNBatchNorm").blobs.extend(blobs)
+    built.copy_trained_layers_from(trained, "genet.caffemodel")
+    x = gaussian((4, 3, 2, 2), 9)
+    built.blobs["x"].load(x)
+    built.forward()
+    scale, bias, mean, variance = (by_channel(value, 4) for value in values)
+    assert np.allclose(built.blobs["n"].host_data(), (x - mean) / np.sqrt(variance + 0.1) * scale + bias, atol=1e-5)
