@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import resource
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,13 +34,11 @@ ENDINGS = (".prototxt", ".pt", ".pbtxt")
 MEMORY = 8 * 2**30
 """Bytes of a process that runs a net."""
 
-_COMMENT = re.compile(r"#[^\n]*")
 _LAYERS = re.compile(r"\blayers?\s*\{")
-_OF_SOLVER = re.compile(r"^\s*(base_lr|lr_policy|train_net|test_iter|net_param|max_iter)\s*[:{]", re.MULTILINE)
-_OF_NET = re.compile(r"^\s*(name|input|input_dim|input_shape)\s*[:{]", re.MULTILINE)
-_PLACEHOLDER = re.compile(r"""^[^#"'\n]*(\$[\w{#(]|\{\{|\{%|%\()""", re.MULTILINE)
+_OF_SOLVER = re.compile(r"\b(base_lr|lr_policy|train_net|test_iter|net_param|max_iter)\s*[:{]")
+_STRING = re.compile(r"""#[^\n]*|"[^"\n]*"|'[^'\n]*'""")
+_PLACEHOLDER = re.compile(r"\$[\w{#(]|\{\{|\{%|%\(")
 """Of a template, outside of strings and comments."""
-_VALUE = re.compile(r"unknown value '([^']*)' of ([\w.]+)")
 _SPECIFIC = re.compile(r"'[^']*'|\d+")
 """What differs among messages of one kind."""
 
@@ -92,7 +91,7 @@ class Surveyed:
 
 def kind_of(text: str) -> str:
     """Return the kind of a prototxt's text: `NET`, also without layers, `SOLVER`, or `OTHER` such as a label map."""
-    text = _COMMENT.sub("", text)
+    text = _STRING.sub("", text)
     solver = _OF_SOLVER.search(text) is not None
     if _LAYERS.search(text) and not (solver and "net_param" in text):
         return NET
@@ -190,11 +189,12 @@ def _structure(param: caffe_pb2.NetParameter) -> frozenset[str]:
 
 def _missing_of(error: CaffepyError, path: Path, text: str) -> Missing:
     """Return what an error of reading is about."""
-    if _PLACEHOLDER.search(text):
+    if _PLACEHOLDER.search(_STRING.sub("", text)):
         return Missing("template", "with placeholders")
-    if found := _VALUE.search(str(error)):
-        return Missing("value", f"{found[2]}.{found[1]}")
-    return Missing("error", _message(error, path))
+    for kind in ("value", "field"):
+        if found := re.search(rf"unknown {kind} '([^']*)' of ([\w.]+); ", str(error)):
+            return Missing(kind, f"{found[2]}.{found[1]}")
+    return Missing("error", _message(error, path).partition("; ")[0])
 
 
 def _message(error: CaffepyError, path: Path) -> str:
@@ -344,6 +344,11 @@ def survey(
             progress.done += 1
 
         files = examine_all(paths, jobs, plugins, done=count)
+    refused = [one for one in files if one.missing]
+    _print_missing(folder, refused)
+    if proto is None:
+        _try_schemas(folder, refused, schemas, jobs, plugins)
+    sys.stdout.flush()  # running takes longer
     chosen: dict[frozenset[str], Surveyed] = {}
     for one in files:
         if one.kind == NET and LOADS in one.reached and one.structure and not one.error:
@@ -351,11 +356,8 @@ def survey(
     with showing("nets") as progress:
         progress.total = len(chosen)
         run_all(list(chosen.values()), record, jobs, seconds, count)
-    _print_counts(folder, files, list(chosen.values()))
-    _print_missing(folder, [one for one in files if one.missing])
     _print_refusals(folder, [one for one in files if one.error])
-    if proto is None:
-        _try_schemas(folder, [one for one in files if one.missing], schemas, jobs, plugins)
+    _print_counts(folder, files, list(chosen.values()))
 
 
 def _find_files(folder: Path) -> tuple[list[Path], list[Path]]:
@@ -414,13 +416,14 @@ def _print_missing(folder: Path, refused: Sequence[Surveyed]) -> None:
     for one in refused:
         for missing in one.missing:
             needed.setdefault(missing, []).append(one)
-    print(f"\n{len(refused)} files are refused. 'alone' counts the files that need nothing else.\n")
+    print(f"{len(refused)} files are refused. 'alone' counts the files that need nothing else.\n")
     rows = [("files", "alone", "needed", "what opens them", "for example")]
     for missing, files in sorted(needed.items(), key=lambda item: (-len(item[1]), item[0])):
         alone = sum(len(one.missing) == 1 for one in files)
         example = str(files[0].path.relative_to(folder))
         rows.append((str(len(files)), str(alone), missing.text(), missing.remedy(), example))
     print_table(rows, (0, 1), (2, 3, 4))
+    print()
 
 
 def _print_refusals(folder: Path, failed: Sequence[Surveyed]) -> None:
@@ -430,27 +433,29 @@ def _print_refusals(folder: Path, failed: Sequence[Surveyed]) -> None:
     kinds: dict[str, list[Surveyed]] = {}
     for one in failed:
         kinds.setdefault(_SPECIFIC.sub("", one.error), []).append(one)
-    print(f"\n{len(failed)} nets load and do not run.\n")
+    print(f"{len(failed)} nets load and do not run.\n")
     rows = [("nets", "message", "for example")]
     for nets in sorted(kinds.values(), key=len, reverse=True):
         rows.append((str(len(nets)), nets[0].error, str(nets[0].path.relative_to(folder))))
     print_table(rows, (0,), (1, 2))
+    print()
 
 
 def _try_schemas(
     folder: Path, refused: Sequence[Surveyed], schemas: Iterable[Path], jobs: int, plugins: Sequence[str]
 ) -> None:
-    """Print how many refused files of a repository load with the repository's own caffe.proto."""
+    """Print how many files that lack fields or values load with the caffe.proto of their own repository."""
+    lacking = [one for one in refused if all(missing.kind in ("field", "value") for missing in one.missing)]
     for schema in schemas:
         part = _part(schema, folder)
         own = schema.relative_to(folder).parts[:-1] == ("src", "caffe", "proto")  # the folder is the repository
-        paths = [one.path for one in refused if own or _part(one.path, folder) == part]
+        paths = [one.path for one in lacking if own or _part(one.path, folder) == part]
         if not paths:
             continue
         try:
             found = examine_all(paths, jobs, plugins, schema)
         except ConfigError as error:
-            print(f"\n{error}")
+            print(f"{error}\n")
             continue
         opened = [one for one in found if LOADS in one.reached]
-        print(f"\nWith --proto {schema} {len(opened)} of {len(paths)} refused files load.")
+        print(f"With --proto {schema} {len(opened)} of {len(paths)} files that lack fields or values load.\n")
