@@ -25,7 +25,7 @@ from caffepy.net.record_shape import label_shapes, object_list, told_shape, with
 
 Shape = tuple[int, ...]
 
-BUILDS, RUNS = "builds", "runs"
+BUILDS, RUNS = "build", "run"
 MOST_STAGES = 6
 """Stages of a net, of which pairs are tried."""
 TRIAL_BATCH = 2
