@@ -55,7 +55,7 @@ class Missing:
     def remedy(self) -> str:
         """Return what opens the files."""
         return {
-            "type": f"caffepy layer-stub {self.name} --proto caffe.proto, or --alias {self.name}=KNOWN_TYPE",
+            "type": f"caffepy layer-stub {self.name} --proto caffe.proto, or --alias {self.name}=TYPE",
             "field": f"--proto caffe.proto, or --ignore-fields {self.name}",
             "value": "--proto caffe.proto",
             "module": "add its folder to PYTHONPATH",
