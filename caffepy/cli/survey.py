@@ -56,7 +56,7 @@ class Missing:
         """Return what opens the files."""
         return {
             "type": f"caffepy layer-stub {self.name} --proto caffe.proto, or --alias {self.name}=TYPE",
-            "field": f"--proto caffe.proto, or --ignore-fields {self.name}",
+            "field": f"--ignore-fields {self.name}, or --proto caffe.proto and a --plugin that reads it",
             "value": "--proto caffe.proto",
             "module": "add its folder to PYTHONPATH",
             "template": "a script fills it in; give the result",
@@ -128,10 +128,12 @@ def examine(path: Path, proto: Path | None = None) -> Surveyed:
 
 
 def _examine_net(result: Surveyed, text: str) -> None:
+    from caffepy.formats.fields import refuse_fork_fields
     from caffepy.formats.ignore import unknown_fields
     from caffepy.formats.load import read_net
     from caffepy.formats.messages import walk_fields
     from caffepy.formats.proto import caffe_pb2
+    from caffepy.layers.layer import is_registered
 
     fields: Mapping[str, list[str]] = {}
     try:
@@ -141,6 +143,9 @@ def _examine_net(result: Surveyed, text: str) -> None:
         result.missing = [Missing("field", name) for name in fields]
         param = read_net(result.path, ("all",))
     types = {layer.type for layer in param.layer if not _is_known(layer.type)}
+    for layer in param.layer:
+        if layer.type not in types and not is_registered(layer.type):
+            refuse_fork_fields(layer, "", "")
     of_layer = {layer.name: layer.type for layer in param.layer}
     result.missing = [Missing("type", name) for name in sorted(types)]
     for name, layers in fields.items():
@@ -187,6 +192,8 @@ def _missing_of(error: CaffepyError, path: Path, text: str) -> Missing:
     for kind in ("value", "field"):
         if found := re.search(rf"unknown {kind} '([^']*)' of ([\w.]+); ", str(error)):
             return Missing(kind, f"{found[2]}.{found[1]}")
+    if found := re.search(r"(\w+) of ([\w.]+) is a field of", str(error)):
+        return Missing("field", f"{found[2]}.{found[1]}")
     return Missing("error", _message(error, path).partition("; ")[0])
 
 
@@ -410,7 +417,7 @@ def _try_schemas(
     lacking = [one for one in refused if all(missing.kind in ("field", "value") for missing in one.missing)]
     for schema in schemas:
         part = _part(schema, folder)
-        own = schema.relative_to(folder).parts[:-1] == ("src", "caffe", "proto")  # the folder is the repository
+        own = schema.relative_to(folder).parts[0] in ("src", "proto", "caffe.proto")  # the folder is the repository
         paths = [one.path for one in lacking if own or _part(one.path, folder) == part]
         if not paths:
             continue

@@ -49,7 +49,7 @@ def test_the_report(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["net", "--survey", str(folder), "--jobs", "1"]) == 0
     lines = [re.sub(r"\s+", " ", line).strip() for line in capsys.readouterr().out.splitlines()]
     assert lines[0].startswith("3 files are refused.")
-    remedy = "--proto caffe.proto, or --ignore-fields ReLUParameter.steepness"
+    remedy = "--ignore-fields ReLUParameter.steepness, or --proto caffe.proto and a --plugin that reads it"
     assert f"1 1 field ReLUParameter.steepness {remedy} b/fork.prototxt" in lines
     assert any(line.startswith("1 1 type Glow caffepy layer-stub Glow --proto caffe.proto") for line in lines)
     assert "1 1 template with placeholders a script fills it in; give the result a/template.prototxt" in lines
@@ -58,6 +58,15 @@ def test_the_report(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert any(line.startswith("1 layer 'r' (ReLU): unknown bottom blob 'z'") for line in lines)
     head = lines.index("folder files other solvers accepted nets load distinct build run")
     assert lines[head + 1 :] == ["a 5 1 1 1 3 2 1 1 1", "b 3 0 0 0 3 1 1 0 0", "all 8 1 1 1 6 3 2 1 1"]
+
+
+def test_a_field_that_nothing_reads_is_missing_with_the_schema_too(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schema = folder / "b/src/caffe/proto/caffe.proto"
+    schema.write_text(PROTO.replace(" [deprecated = true]", ""))
+    assert main(["net", "--survey", str(folder / "b"), "--jobs", "1"]) == 0
+    assert f"With --proto {schema} 0 of 1 files that lack fields or values load." in capsys.readouterr().out
 
 
 def test_ignored_fields_open_a_net(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
