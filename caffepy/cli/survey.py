@@ -35,7 +35,7 @@ MEMORY = 8 * 2**30
 _LAYERS = re.compile(r"\blayers?\s*\{")
 _OF_SOLVER = re.compile(r"\b(base_lr|lr_policy|train_net|test_iter|net_param|max_iter)\s*[:{]")
 _STRING = re.compile(r"""#[^\n]*|"[^"\n]*"|'[^'\n]*'""")
-_PLACEHOLDER = re.compile(r"\$[\w{#(]|\{\{|\{%|%\(")
+_PLACEHOLDER = re.compile(r"\$|\{\{|\{%|%\(")
 """Of a template, outside of strings and comments."""
 _SPECIFIC = re.compile(r"'[^']*'|\d+")
 """What differs among messages of one kind."""

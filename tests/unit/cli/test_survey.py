@@ -83,6 +83,7 @@ def test_ignored_fields_open_a_net(folder: Path, capsys: pytest.CaptureFixture[s
         (GLOWING + FORK, [Missing("type", "Glow"), Missing("field", "ReLUParameter.steepness")]),
         (INPUT + "layers { type: DAZZLE }", [Missing("value", "V1LayerParameter.LayerType.DAZZLE")]),
         ("layer { name: }", [Missing("error", "found '}' where a quoted string is expected")]),
+        ("layer { name: 'd' dim: $#size#$ }", [Missing("template", "with placeholders")]),
         ("base_lr: 1 test_iter: 1 haste: 3", [Missing("field", "SolverParameter.haste")]),
         ('base_lr: 1 max_iter: 1 net: "n" type: "Sgdd"', [Missing("error", "unknown solver type 'Sgdd'")]),
         ("layer { name: '\0' }", [Missing("error", "this is a binary file, not a prototxt")]),
