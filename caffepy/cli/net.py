@@ -79,7 +79,7 @@ class NetCommand(StateOptions, ReadsNets):
             from caffepy.cli.survey import survey
 
             jobs = self.jobs or len(os.sched_getaffinity(0))
-            survey(self.survey, self.shape, jobs, self.seconds, self.plugins, self.proto)
+            survey(self.survey, self.shape, jobs, self.seconds, self.plugins)
             return 0
         from caffepy.cli.nets import refuse_net_without_layers
 

@@ -8,38 +8,35 @@ import multiprocessing
 import os
 import re
 import resource
-import time
+import signal
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from caffepy.cli.options import import_plugin
 from caffepy.cli.output import print_table, showing
 from caffepy.errors import CaffepyError, ConfigError, one_line
-
-if TYPE_CHECKING:
-    from caffepy.formats.proto import caffe_pb2
+from caffepy.formats.proto.schemas import fork_schema, register_proto
+from caffepy.utils.files import read_input
 
 NET, SOLVER, OTHER = "nets", "solvers", "other"
-LOADS, BUILDS, RUNS = "load", "builds", "runs"
+LOADS, BUILDS, RUNS = "load", "build", "run"
 ENDINGS = (".prototxt", ".pt", ".pbtxt")
 MEMORY = 8 * 2**30
 """Bytes of a process that runs a net."""
 
-_COMMENT = re.compile(r"#[^\n]*")
 _LAYERS = re.compile(r"\blayers?\s*\{")
-_OF_SOLVER = re.compile(r"^\s*(base_lr|lr_policy|train_net|test_iter|net_param|max_iter)\s*[:{]", re.MULTILINE)
-_OF_NET = re.compile(r"^\s*(name|input|input_dim|input_shape)\s*[:{]", re.MULTILINE)
-_PLACEHOLDER = re.compile(r"""^[^#"'\n]*(\$[\w{#(]|\{\{|\{%|%\()""", re.MULTILINE)
+_OF_SOLVER = re.compile(r"\b(base_lr|lr_policy|train_net|test_iter|net_param|max_iter)\s*[:{]")
+_STRING = re.compile(r"""#[^\n]*|"[^"\n]*"|'[^'\n]*'""")
+_PLACEHOLDER = re.compile(r"\$|\{\{|\{%|%\(")
 """Of a template, outside of strings and comments."""
-_VALUE = re.compile(r"unknown value '([^']*)' of ([\w.]+)")
 _SPECIFIC = re.compile(r"'[^']*'|\d+")
 """What differs among messages of one kind."""
 
@@ -58,8 +55,8 @@ class Missing:
     def remedy(self) -> str:
         """Return what opens the files."""
         return {
-            "type": f"caffepy layer-stub {self.name} --proto caffe.proto, or --alias {self.name}=KNOWN_TYPE",
-            "field": f"--proto caffe.proto, or --ignore-fields {self.name}",
+            "type": f"caffepy layer-stub {self.name} --proto caffe.proto, or --alias {self.name}=TYPE",
+            "field": f"--ignore-fields {self.name}, or --proto caffe.proto and a --plugin that reads it",
             "value": "--proto caffe.proto",
             "module": "add its folder to PYTHONPATH",
             "template": "a script fills it in; give the result",
@@ -92,21 +89,27 @@ class Surveyed:
 
 def kind_of(text: str) -> str:
     """Return the kind of a prototxt's text: `NET`, also without layers, `SOLVER`, or `OTHER` such as a label map."""
-    text = _COMMENT.sub("", text)
+    text = _STRING.sub("", text)
     solver = _OF_SOLVER.search(text) is not None
     if _LAYERS.search(text) and not (solver and "net_param" in text):
         return NET
     return SOLVER if solver else OTHER
 
 
-def examine(path: Path) -> Surveyed:
-    """Read a net or a solver, and list what it needs that caffepy lacks."""
-    from caffepy.formats.load import MAX_TEXT_BYTES
-    from caffepy.formats.prototxt import decode_text
-    from caffepy.utils.files import read_input
+def examine(path: Path, proto: Path | None = None) -> Surveyed:
+    """Read a net or a solver, and list what it needs that caffepy lacks.
 
+    Args:
+        path: the file.
+        proto: a fork's schema, which this process has from now on.
+    """
     result, text = Surveyed(path), ""
     try:
+        if proto is not None:
+            register_proto(proto)
+        from caffepy.formats.load import MAX_TEXT_BYTES
+        from caffepy.formats.prototxt import decode_text
+
         text = decode_text(read_input(path, "prototxt", ConfigError, MAX_TEXT_BYTES, "it is no prototxt"), str(path))
         result.kind = kind_of(text)
         if result.kind == NET:
@@ -114,7 +117,9 @@ def examine(path: Path) -> Surveyed:
         elif result.kind == SOLVER:
             _examine_solver(path)
     except CaffepyError as error:
-        result.missing.append(_missing_of(error, path, text))
+        found = _missing_of(error, path, text)
+        certain = result.missing if found.kind in ("field", "value") else []  # the text may not parse
+        result.missing = [*certain, found]
     except Exception as error:
         result.missing.append(Missing("error", _bug(error)))
     if not result.missing and result.kind != OTHER:
@@ -123,34 +128,34 @@ def examine(path: Path) -> Surveyed:
 
 
 def _examine_net(result: Surveyed, text: str) -> None:
+    from caffepy.formats.fields import refuse_fork_fields
     from caffepy.formats.ignore import unknown_fields
     from caffepy.formats.load import read_net
+    from caffepy.formats.messages import walk_fields
     from caffepy.formats.proto import caffe_pb2
+    from caffepy.layers.layer import is_registered
 
     fields: Mapping[str, list[str]] = {}
     try:
         param = read_net(result.path)
-    except ConfigError as error:
+    except ConfigError:
         fields = unknown_fields(text, caffe_pb2.NetParameter.DESCRIPTOR)
-        if not fields:
-            raise
-        result.missing += [Missing("field", name) for name in fields]
-        try:
-            param = read_net(result.path, ("all",))
-        except ConfigError as second:
-            if str(second) == str(error):
-                result.missing.clear()
-            raise
+        result.missing = [Missing("field", name) for name in fields]
+        param = read_net(result.path, ("all",))
     types = {layer.type for layer in param.layer if not _is_known(layer.type)}
+    for layer in param.layer:
+        if layer.type not in types and not is_registered(layer.type):
+            refuse_fork_fields(layer, "", "")
     of_layer = {layer.name: layer.type for layer in param.layer}
-    brought = {
-        name for name, layers in fields.items() if layers and all(of_layer.get(layer) in types for layer in layers)
-    }
-    result.missing = [each for each in result.missing if each.name not in brought]
-    result.missing += [Missing("type", name) for name in sorted(types)]
+    result.missing = [Missing("type", name) for name in sorted(types)]
+    for name, layers in fields.items():
+        if any(of_layer.get(layer) not in types for layer in layers):  # else the field comes with the type
+            result.missing.append(Missing("field", name))
     modules = {layer.python_param.module for layer in param.layer if layer.type == "Python"} - {""}
     result.error = next((f"needs the Python module {name}" for name in sorted(modules) if not _can_import(name)), "")
-    result.structure = _structure(param)
+    result.structure = frozenset(
+        f"{layer.type} {' '.join(sorted({value.path for value in walk_fields(layer)}))}" for layer in param.layer
+    )
 
 
 def _examine_solver(path: Path) -> None:
@@ -180,21 +185,16 @@ def _can_import(name: str) -> bool:
         return False
 
 
-def _structure(param: caffe_pb2.NetParameter) -> frozenset[str]:
-    from caffepy.formats.messages import walk_fields
-
-    return frozenset(
-        f"{layer.type} {' '.join(sorted({value.path for value in walk_fields(layer)}))}" for layer in param.layer
-    )
-
-
 def _missing_of(error: CaffepyError, path: Path, text: str) -> Missing:
     """Return what an error of reading is about."""
-    if _PLACEHOLDER.search(text):
+    if _PLACEHOLDER.search(_STRING.sub("", text)):
         return Missing("template", "with placeholders")
-    if found := _VALUE.search(str(error)):
-        return Missing("value", f"{found[2]}.{found[1]}")
-    return Missing("error", _message(error, path))
+    for kind in ("value", "field"):
+        if found := re.search(rf"unknown {kind} '([^']*)' of ([\w.]+); ", str(error)):
+            return Missing(kind, f"{found[2]}.{found[1]}")
+    if found := re.search(r"(\w+) of ([\w.]+) is a field of", str(error)):
+        return Missing("field", f"{found[2]}.{found[1]}")
+    return Missing("error", _message(error, path).partition("; ")[0])
 
 
 def _message(error: CaffepyError, path: Path) -> str:
@@ -204,23 +204,6 @@ def _message(error: CaffepyError, path: Path) -> str:
 
 def _bug(error: Exception) -> str:
     return f"a bug in caffepy: {type(error).__name__}: {one_line(str(error))}"
-
-
-@contextmanager
-def _schema(proto: Path | None) -> Iterator[None]:
-    """Let processes that start within the block read nets with a fork's schema; None: with that of this process."""
-    from caffepy.formats.proto.schemas import VARIABLE
-
-    before = os.environ.get(VARIABLE)
-    if proto is not None:
-        os.environ[VARIABLE] = str(proto)
-    try:
-        yield
-    finally:
-        if proto is not None:
-            os.environ.pop(VARIABLE)
-            if before is not None:
-                os.environ[VARIABLE] = before
 
 
 def _start(plugins: Sequence[str]) -> None:
@@ -237,37 +220,38 @@ def examine_all(
     proto: Path | None = None,
     done: Callable[[], None] = lambda: None,
 ) -> list[Surveyed]:
-    """Read files in processes of their own, each with the schema of `proto` if it is given.
+    """Read files in processes of their own, with the schema of `proto` if it is given.
 
     Raises:
-        ConfigError: a process ends, for example because `proto` is not a schema.
+        ConfigError: a process ends.
     """
     spawn = multiprocessing.get_context("spawn")
     found = list[Surveyed]()
-    with _schema(proto), ProcessPoolExecutor(min(jobs, len(paths) or 1), spawn, _start, (list(plugins),)) as pool:
+    with ProcessPoolExecutor(min(jobs, len(paths) or 1), spawn, _start, (list(plugins),)) as pool:
         try:
-            for one in pool.map(examine, paths, chunksize=4):
+            for one in pool.map(partial(examine, proto=proto), paths, chunksize=4):
                 found.append(one)
                 done()
         except BrokenProcessPool as error:
-            raise ConfigError(f"the files cannot be read{f' with --proto {proto}' if proto else ''}: {error}") from None
+            raise ConfigError(f"the files below {os.path.commonpath(paths)} cannot be read: {error}") from None
     return found
 
 
 # -- running ---------------------------------------------------------------------------------------------
 
 
-def _run_in_child(path: Path, record: tuple[int, ...] | None, connection: Connection) -> None:
+def _run_in_child(path: Path, record: tuple[int, ...] | None, seconds: float, connection: Connection) -> None:
     """Send the stages that a net reaches, and at the end the message of its error or ''."""
     from caffepy.formats.load import read_net
     from caffepy.net.trial import try_net
 
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     logging.getLogger("caffepy").setLevel(logging.CRITICAL)
     try:
         for stage in try_net(read_net(path), path, record):
             connection.send((stage, ""))
-        connection.send(("", ""))
     except MemoryError:
         connection.send(("", f"needs more than {MEMORY >> 30} GiB"))
     except CaffepyError as error:
@@ -289,41 +273,37 @@ def run_all(
     """
     importlib.import_module("caffepy.net.trial")  # once, before the forks
     waiting = list(reversed(nets))
-    running: dict[Connection, tuple[Surveyed, ForkProcess, float]] = {}
+    running: dict[Connection, tuple[Surveyed, ForkProcess]] = {}
     while waiting or running:
         while waiting and len(running) < jobs:
             net = waiting.pop()
             ours, theirs = multiprocessing.Pipe(duplex=False)
-            process = ForkProcess(target=_run_in_child, args=(net.path, record, theirs))
+            process = ForkProcess(target=_run_in_child, args=(net.path, record, seconds, theirs))
             process.start()
             theirs.close()
-            running[ours] = net, process, time.monotonic() + seconds
-        for ready in wait(list(running), timeout=0.5):
+            running[ours] = net, process
+        for ready in wait(list(running)):
             assert isinstance(ready, Connection)
-            net, process, _ = running[ready]
+            net, process = running[ready]
             try:
-                stage, error = ready.recv()
-                net.error = error
+                stage, net.error = ready.recv()
                 net.reached |= {stage} - {""}
             except EOFError:
                 process.join()
-                if process.exitcode and not net.error:
-                    net.error = f"the process ended with {process.exitcode}"
+                late = process.exitcode == -signal.SIGALRM
+                if process.exitcode:
+                    net.error = f"takes longer than {seconds:g} s" if late else f"ended with {process.exitcode}"
                 del running[ready]
                 done()
-        for net, process, end in running.values():
-            if time.monotonic() > end and process.is_alive():
-                net.error = f"takes longer than {seconds:g} s"
-                process.kill()
 
 
 # -- the report ------------------------------------------------------------------------------------------
 
 
-def survey(
-    folder: Path, record: tuple[int, ...] | None, jobs: int, seconds: float, plugins: Sequence[str], proto: Path | None
-) -> None:
+def survey(folder: Path, record: tuple[int, ...] | None, jobs: int, seconds: float, plugins: Sequence[str]) -> None:
     """Read the prototxt files below a folder, run their nets, and print the report.
+
+    Files that are refused are read with the schemas below the folder too, if this process has caffepy's schema.
 
     Args:
         folder: with files of any depth. Links to folders are not followed.
@@ -331,7 +311,6 @@ def survey(
         jobs: processes at a time.
         seconds: longest run of a net.
         plugins: modules of layer types.
-        proto: the schema of this process; None: schemas below the folder are tried on files that are refused.
 
     Raises:
         ConfigError: there is no such folder, or it has no prototxt.
@@ -344,6 +323,11 @@ def survey(
             progress.done += 1
 
         files = examine_all(paths, jobs, plugins, done=count)
+    refused = [one for one in files if one.missing]
+    _print_missing(folder, refused)
+    if fork_schema() is None:
+        _try_schemas(folder, refused, schemas, jobs, plugins)
+    sys.stdout.flush()  # running takes longer
     chosen: dict[frozenset[str], Surveyed] = {}
     for one in files:
         if one.kind == NET and LOADS in one.reached and one.structure and not one.error:
@@ -351,11 +335,8 @@ def survey(
     with showing("nets") as progress:
         progress.total = len(chosen)
         run_all(list(chosen.values()), record, jobs, seconds, count)
-    _print_counts(folder, files, list(chosen.values()))
-    _print_missing(folder, [one for one in files if one.missing])
     _print_refusals(folder, [one for one in files if one.error])
-    if proto is None:
-        _try_schemas(folder, [one for one in files if one.missing], schemas, jobs, plugins)
+    _print_counts(folder, files, list(chosen.values()))
 
 
 def _find_files(folder: Path) -> tuple[list[Path], list[Path]]:
@@ -381,29 +362,19 @@ def _part(path: Path, folder: Path) -> str:
 
 def _print_counts(folder: Path, files: Sequence[Surveyed], chosen: Sequence[Surveyed]) -> None:
     rows: dict[str, Counter[str]] = {}
-    run = {one.path for one in chosen}
     for one in files:
         counts = rows.setdefault(_part(one.path, folder), Counter())
-        counts.update(["files", one.kind])
-        if one.kind == NET:
-            counts.update(one.reached)
-            counts["run"] += one.path in run
+        counts.update(["files", one.kind, *(one.reached if one.kind == NET else ())])
         counts["accepted"] += one.kind == SOLVER and LOADS in one.reached
+    for one in chosen:
+        rows[_part(one.path, folder)]["distinct"] += 1
     if len(rows) > 1:
         rows["all"] = sum(rows.values(), Counter())
-    heads = {
-        "files": "files",
-        OTHER: OTHER,
-        SOLVER: SOLVER,
-        "accepted": "accepted",
-        NET: NET,
-        LOADS: LOADS,
-        "run": "distinct",
-        BUILDS: "build",
-        RUNS: "run",
-    }
-    head = ("folder", *heads.values())
-    print_table([head, *((name, *(str(counts[key]) for key in heads)) for name, counts in rows.items())], range(1, 10))
+    head = ("files", OTHER, SOLVER, "accepted", NET, LOADS, "distinct", BUILDS, RUNS)
+    print_table(
+        [("folder", *head), *((name, *(str(counts[key]) for key in head)) for name, counts in rows.items())],
+        range(1, 10),
+    )
 
 
 def _print_missing(folder: Path, refused: Sequence[Surveyed]) -> None:
@@ -414,13 +385,14 @@ def _print_missing(folder: Path, refused: Sequence[Surveyed]) -> None:
     for one in refused:
         for missing in one.missing:
             needed.setdefault(missing, []).append(one)
-    print(f"\n{len(refused)} files are refused. 'alone' counts the files that need nothing else.\n")
+    print(f"{len(refused)} files are refused. 'alone' counts the files that need nothing else.\n")
     rows = [("files", "alone", "needed", "what opens them", "for example")]
     for missing, files in sorted(needed.items(), key=lambda item: (-len(item[1]), item[0])):
         alone = sum(len(one.missing) == 1 for one in files)
         example = str(files[0].path.relative_to(folder))
         rows.append((str(len(files)), str(alone), missing.text(), missing.remedy(), example))
     print_table(rows, (0, 1), (2, 3, 4))
+    print()
 
 
 def _print_refusals(folder: Path, failed: Sequence[Surveyed]) -> None:
@@ -430,27 +402,29 @@ def _print_refusals(folder: Path, failed: Sequence[Surveyed]) -> None:
     kinds: dict[str, list[Surveyed]] = {}
     for one in failed:
         kinds.setdefault(_SPECIFIC.sub("", one.error), []).append(one)
-    print(f"\n{len(failed)} nets load and do not run.\n")
+    print(f"{len(failed)} nets load and do not run.\n")
     rows = [("nets", "message", "for example")]
     for nets in sorted(kinds.values(), key=len, reverse=True):
         rows.append((str(len(nets)), nets[0].error, str(nets[0].path.relative_to(folder))))
     print_table(rows, (0,), (1, 2))
+    print()
 
 
 def _try_schemas(
     folder: Path, refused: Sequence[Surveyed], schemas: Iterable[Path], jobs: int, plugins: Sequence[str]
 ) -> None:
-    """Print how many refused files of a repository load with the repository's own caffe.proto."""
+    """Print how many files that lack fields or values load with the caffe.proto of their own repository."""
+    lacking = [one for one in refused if all(missing.kind in ("field", "value") for missing in one.missing)]
     for schema in schemas:
         part = _part(schema, folder)
-        own = schema.relative_to(folder).parts[:-1] == ("src", "caffe", "proto")  # the folder is the repository
-        paths = [one.path for one in refused if own or _part(one.path, folder) == part]
+        own = schema.relative_to(folder).parts[0] in ("src", "proto", "caffe.proto")  # the folder is the repository
+        paths = [one.path for one in lacking if own or _part(one.path, folder) == part]
         if not paths:
             continue
         try:
             found = examine_all(paths, jobs, plugins, schema)
         except ConfigError as error:
-            print(f"\n{error}")
+            print(f"{error}\n")
             continue
         opened = [one for one in found if LOADS in one.reached]
-        print(f"\nWith --proto {schema} {len(opened)} of {len(paths)} refused files load.")
+        print(f"With --proto {schema} {len(opened)} of {len(paths)} files that lack fields or values load.\n")

@@ -11,7 +11,7 @@ import numpy as np
 from caffepy.backend import create_backend
 from caffepy.backend.interface import Backend
 from caffepy.backend.meta import MetaBackend
-from caffepy.errors import CaffepyError, DataError, ShapeError
+from caffepy.errors import CaffepyError, DataError
 from caffepy.formats.dialect import Dialect, choose_dialect
 from caffepy.formats.load import filter_net, net_state
 from caffepy.formats.paths import PathResolver
@@ -25,7 +25,7 @@ from caffepy.net.record_shape import label_shapes, object_list, told_shape, with
 
 Shape = tuple[int, ...]
 
-BUILDS, RUNS = "builds", "runs"
+BUILDS, RUNS = "build", "run"
 MOST_STAGES = 6
 """Stages of a net, of which pairs are tried."""
 TRIAL_BATCH = 2
@@ -216,10 +216,8 @@ def _predicted(net: caffe_pb2.NetParameter, label: str, blobs: Mapping[str, Sequ
 def _fits(net: caffe_pb2.NetParameter, resolve: PathResolver) -> bool:
     try:
         _build(net, MetaBackend(), resolve)
-    except ShapeError:
-        return False
     except CaffepyError:
-        return True  # refused for another reason
+        return False
     return True
 
 
