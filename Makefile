@@ -17,7 +17,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 RANKS ?= 2
-# Processes that run tests; those of one file run in one of them.
+# Processes that run tests.
 WORKERS ?= 2
 COUNT ?= 200000
 SEED ?= 1
@@ -35,6 +35,8 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_ALLOW_RUN_AS_ROOT := 1
 export PRTE_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
+# Tests start hundreds of Pythons, each of which would compile caffepy again.
+unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .PHONY: help demo test fuzz lint site proto clean
@@ -48,7 +50,7 @@ demo: $(VENV)/demo.stamp $(DIGITS)
 	mpirun -np $(RANKS) caffepy train --solver $(SOLVER)
 
 test: lint
-	pytest -n $(WORKERS) --dist loadfile
+	pytest -n $(WORKERS) --dist worksteal
 
 fuzz: $(VENV)/test.stamp
 	python tests/fuzz/run.py --count $(COUNT) --seed $(SEED)
@@ -70,6 +72,7 @@ proto: $(VENV)/test.stamp
 clean:
 	rm -rf $(VENV) $(VENV)-docs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f caffepy/formats/proto/caffe_pb2.py caffepy/formats/proto/caffe_pb2.pyi
+	find caffepy docs models tests -name __pycache__ -prune -exec rm -rf {} +
 	rm -rf models/lenet/*_lmdb
 	rm -f models/lenet/*.caffemodel models/lenet/*.solverstate
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
 import re
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 from google.protobuf.descriptor import Descriptor
@@ -305,9 +308,18 @@ def dtypes(cls: type[Layer]) -> str:
     return "float32, float16, bfloat16" if cls.supports_half else "float32"
 
 
+@cache
+def class_texts(module: str) -> dict[str, str]:
+    """The texts of a module's classes; `inspect.getsource` would parse the module again for each of them."""
+    text = inspect.getsource(sys.modules[module])
+    lines = text.splitlines(keepends=True)
+    classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    return {node.name: "".join(lines[node.lineno - 1 : node.end_lineno]) for node in classes}
+
+
 def settings_of(cls: type[Layer], name: str) -> Iterator[str]:
     """The messages that a layer's classes read, with their fields."""
-    source = "".join(inspect.getsource(base) for base in cls.__mro__ if base not in (Layer, object))
+    source = "".join(class_texts(base.__module__)[base.__name__] for base in cls.__mro__ if base not in (Layer, object))
     fields = caffe_pb2.LayerParameter.DESCRIPTOR.fields_by_name
     for holder in dict.fromkeys([*_READS.findall(source), *OWN.get(name, "").split()]):
         if holder in fields and fields[holder].message_type is not None:

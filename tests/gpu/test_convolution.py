@@ -85,13 +85,11 @@ DEPTHWISE: list[Any] = [case for case in CASES if case.startswith("depthwise") a
 DEPTHWISE += [pytest.param(random_depthwise(seed), id=f"depthwise, random {seed}") for seed in range(8)]
 
 
-@pytest.mark.parametrize("summed", [True, False])
 @pytest.mark.parametrize("relu", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", DEPTHWISE)
-def test_a_forward_pass_behind_a_normalisation(
-    make: Callable[..., Any], case: Any, dtype: str, relu: bool, summed: bool
-) -> None:
+def test_passes_behind_a_normalisation(make: Callable[..., Any], case: Any, dtype: str, relu: bool) -> None:
+    """The forward pass with and without sums, and both gradients at once."""
     from caffepy.backend.types import NormalisedBottom
 
     backend = make(autotune=False)
@@ -102,51 +100,28 @@ def test_a_forward_pass_behind_a_normalisation(
         s = statistics(backend, channels)
         x, weights, dy = (numbers(a.get()) for a in (arrays.x, arrays.weights, arrays.dy))
         normal = s.before_relu(x)
-        expected, _, _ = reference.convolution(np.maximum(normal, 0) if relu else normal, weights, dy, problem.geometry)
-        y, bottom = arrays.output(problem.y), NormalisedBottom(arrays.x, s.device, relu)
-        sums = arrays.output((2, channels), "float32") if summed else None
-        plan.forward_normalised(bottom, arrays.weights, y, sums)
-        arrays.close(y, expected, tolerance, "forward")
-        if sums is not None:
-            off = np.abs(sums[0].get() - expected.sum((0, 2, 3))).max()
-            assert off <= 1e-5 * np.abs(expected).sum((0, 2, 3)).max()
-            arrays.close(sums[1], (expected**2).sum((0, 2, 3)), 3e-5, "squares")
-
-
-@pytest.mark.parametrize("relu", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", DEPTHWISE)
-def test_both_gradients_behind_a_normalisation(make: Callable[..., Any], case: Any, dtype: str, relu: bool) -> None:
-    from caffepy.backend.types import NormalisedBottom
-
-    backend = make(autotune=False)
-    with backend.activate():
-        arrays = Arrays(backend, case, dtype)
-        problem, tolerance, channels = arrays.problem, TOLERANCE[dtype], arrays.problem.x[1]
-        plan = backend.plan_convolution(problem.x, problem.weights, problem.geometry, dtype)
-        s = statistics(backend, channels)
-        x, weights, dy = (numbers(a.get()) for a in (arrays.x, arrays.weights, arrays.dy))
-        normal = s.before_relu(x)
-        _, dx, dweights = reference.convolution(
-            np.maximum(normal, 0) if relu else normal, weights, dy, problem.geometry
-        )
-        g = np.where(normal > 0, dx, 0) if relu else dx
-        centred = (x - spread(s.host["mean"], 4)) * spread(s.host["inverse"], 4)
-        results = []
+        read = np.maximum(normal, 0) if relu else normal
+        y, dx, dweights = reference.convolution(read, weights, dy, problem.geometry)
+        for sums in (None, arrays.output((2, channels), "float32")):
+            found = arrays.output(problem.y)
+            plan.forward_normalised(NormalisedBottom(arrays.x, s.device, relu), arrays.weights, found, sums)
+            arrays.close(found, y, tolerance, "forward")
+        arrays.close(sums[1], (y**2).sum((0, 2, 3)), 3e-5, "squares")
+        results, into = [], arrays.output(problem.weights, "float32")
         for accumulate in (False, True):
             found = [arrays.output(problem.x), *(arrays.output((channels,), "float32") for _ in "ab")]
             results.append(found)
-            if not accumulate:
-                sums = arrays.output(problem.weights, "float32")
             bottom = NormalisedBottom(arrays.x, s.device, relu, (found[1], found[2]))
-            plan.backward_normalised(bottom, arrays.dy, arrays.weights, found[0], sums, accumulate)
+            plan.backward_normalised(bottom, arrays.dy, arrays.weights, found[0], into, accumulate)
         for first, second in zip(*results, strict=True):
             assert np.array_equal(first.get(), second.get())
         arrays.close(results[0][0], dx, tolerance, "gradient to data")
-        arrays.close(sums, 2 * dweights, 1e-5, "gradient to weights")
-        for found, expected in ((results[0][1], g * centred), (results[0][2], g)):
-            off = np.abs(found.get() - expected.sum((0, 2, 3))).max()
-            assert off <= 1e-5 * np.abs(expected).sum((0, 2, 3)).max()
+        arrays.close(into, 2 * dweights, 1e-5, "gradient to weights")
+        g = np.where(normal > 0, dx, 0) if relu else dx
+        centred = (x - spread(s.host["mean"], 4)) * spread(s.host["inverse"], 4)
+        for found, terms in ((sums[0], y), (results[0][1], g * centred), (results[0][2], g)):
+            off = np.abs(found.get() - terms.sum((0, 2, 3))).max()
+            assert off <= 1e-5 * np.abs(terms).sum((0, 2, 3)).max()
 
 
 def test_arrays_of_another_storage_are_converted(make: Callable[..., Any]) -> None:

@@ -19,10 +19,10 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from export_layers import IN_PLACE, LEAPING, TEMPLATES
 from google.protobuf import text_format
+from layer_templates import EXPORT, IN_PLACE, LEAPING, SHARED, Template
 from onnx_nets import BACKEND, random_parameters
-from random_nets import RandomNet, Shape, Stem, input_layer
+from random_nets import RandomNet, Shape, Stem, input_layer, shape_of
 from torch_nets import HAS_TORCH, write_module
 from wide_nets import try_layer
 
@@ -43,6 +43,9 @@ RANKS = {"image": 4, "vector": 2, "clip": 5}
 LARGEST = 3000
 """Elements of a blob."""
 TRIES = 40
+TEMPLATES: dict[str, list[Template]] = {
+    kind: SHARED.get(kind, []) + EXPORT.get(kind, []) for kind in sorted({*SHARED, *EXPORT})
+}
 
 
 @cache
@@ -93,7 +96,7 @@ class ExportNet(RandomNet):
             if found is None:
                 break
             bottoms += found
-        if len(bottoms) >= len(wanted) and self._join(kind, self._fill(settings, bottoms), bottoms):
+        if len(bottoms) >= len(wanted) and self._join(kind, self._settings(settings, bottoms), bottoms):
             return True
         del self._layers[before[0] :]
         self._open, self._names = before[1:]
@@ -133,12 +136,8 @@ class ExportNet(RandomNet):
         if text in ("any", *RANKS):
             axes = RANKS.get(text, self._random.choice([1, 2, 3, 4, 4, 5]))
             return [self._input(tuple(self._random.choice([1, 2, 3, 4, 7]) for _ in range(axes)), alone)]
-        sizes = dict(zip("NCHW", first.shape, strict=False)) if first is not None else {}
-        try:
-            shape = tuple(sizes[size] if size in "NCHW" else int(size) for size in text.split("x") if size != ".")
-        except KeyError:
-            return None
-        return [self._input(shape, True)]
+        shape = shape_of(text.partition(" ")[0], first.shape if first is not None else ())
+        return None if shape is None else [self._input(shape, True)]
 
     def _input(self, shape: Shape, alone: bool) -> Stem:
         stem = Stem(self._new("in"), shape, free=False)
@@ -161,17 +160,14 @@ class ExportNet(RandomNet):
         self._layer("AbsVal", [source.name], [name])
         return [Stem(name, source.shape)]
 
+    def _settings(self, template: str, bottoms: Sequence[Stem]) -> str:
+        """The filled template, with the paths of its files."""
+        filled = self._fill(template, bottoms[0].shape if bottoms else ())
+        return re.sub("SHIFT_FILE|MEAN_FILE", lambda found: files()[found[0]], filled)
+
     def _unread(self) -> str:
         shape = (self._random.randint(1, 3), *(3 for _ in range(self._random.randint(0, 2))))
         return input_layer(self._new("unread"), shape)
-
-    def _fill(self, template: str, bottoms: Sequence[Stem] = ()) -> str:
-        """The template with its choices made, innermost first."""
-        channels = str((*bottoms[0].shape, 1, 1)[1]) if bottoms else ""
-        text, filled = "", template.replace("$C", channels)
-        while text != filled:
-            text, filled = filled, re.sub(r"<([^<>]*)>", lambda found: self._random.choice(found[1].split("|")), filled)
-        return re.sub("SHIFT_FILE|MEAN_FILE", lambda found: files()[found[0]], text)
 
 
 @dataclass(frozen=True)

@@ -33,15 +33,15 @@ class Case:
         layer: the layer's type and settings.
         bottoms: their shapes, divided by spaces.
         holder: path within the layer to the message that is changed; empty: the layer itself.
-        changes: values of one field each, divided by ``|``.
+        changes: values of one field each, divided by ``|``; empty: none.
         phase: of the net.
         tops: how many; 0: the fewest.
     """
 
     layer: str
     bottoms: str
-    holder: str
-    changes: str
+    holder: str = ""
+    changes: str = ""
     phase: int = caffe_pb2.TRAIN
     tops: int = 0
 
@@ -588,6 +588,38 @@ CASES = (
     case("SegmentationEvaluate", "2x3x4x4 2x3x4x4", "segmentation_evaluate_param", "threshold: 0.1"),
     case("FocalLoss", "4x3 4L3", "focal_loss_param", "gamma: 3 | alpha: 0.5"),
 )
+
+DEPTHWISE = "kernel_size: 3 pad: 1 weight_filler { type: 'xavier' }"
+EXPOSED = f"{LSTM} expose_hidden: true"
+STREAMS = "4x2x5 4x2L2"
+"""Four time steps of two streams, and `cont`."""
+
+FORMS = (
+    Case(f'type: "ConvolutionDepthwise" convolution_param {{ {DEPTHWISE} }}', IMAGE),
+    Case(f'type: "DepthwiseConvolution" convolution_param {{ num_output: 8 group: 4 {DEPTHWISE} }}', IMAGE),
+    Case('type: "HardSwish"', IMAGE),
+    Case('type: "ReLU6"', IMAGE),
+    Case('type: "Mish"', IMAGE),
+    Case('type: "LSTMUnit"', "1x2x3 1x2x12 1x2L2", tops=2),
+    Case(f'type: "RNN" recurrent_param {{ {LSTM} }}', STREAMS),
+    Case(f'type: "RNN" recurrent_param {{ {LSTM} }}', STREAMS + " 2x3"),
+    Case(f'type: "RNN" recurrent_param {{ {EXPOSED} }}', STREAMS + " 1x2x3", tops=2),
+    Case(f'type: "LSTM" recurrent_param {{ {LSTM} }}', STREAMS),
+    Case(f'type: "LSTM" recurrent_param {{ {EXPOSED} }}', STREAMS + " 2x3 1x2x3 1x2x3", tops=3),
+    Case('type: "Gather"', IMAGE),
+    Case('type: "Scatter"', IMAGE),
+    Case(f'type: "Lstm" lstm_param {{ {LSTM} }}', STREAMS),
+    Case('type: "Pooling" pooling_param { kernel_size: 3 stride: 2 }', IMAGE, tops=2),
+    Case(
+        'type: "Convolution" convolution_param { num_output: 2 kernel_size: 2 weight_filler { type: "xavier" } }',
+        "2x3x4x4x4",
+    ),
+    Case(
+        'type: "Deconvolution" convolution_param { num_output: 2 kernel_size: 2 weight_filler { type: "xavier" } }',
+        "2x3x4x4x4",
+    ),
+)
+"""Types and forms without a field that a case changes."""
 
 
 def changes(cases: tuple[Case, ...] = CASES) -> Iterator[tuple[str, Case, str]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,6 +52,22 @@ def relu(blob: str, top: str = "") -> str:
 
 def total(name: str, first: str, second: str, top: str = "") -> str:
     return f'layer {{ name: "{name}" type: "Eltwise" bottom: "{first}" bottom: "{second}" top: "{top or name}" }}'
+
+
+STEPS: dict[str, Callable[..., str]] = {
+    "conv": convolution,
+    "biased": partial(convolution, bias=True),
+    "norm": norm,
+    "unbiased": partial(norm, bias=False),
+    "relu": relu,
+    "sum": total,
+}
+
+
+def chain(steps: str, last: str) -> str:
+    """A net of data, layers as in `conv c data c; relu c`, and a loss of the last blob."""
+    calls = [step.split() for step in steps.split(";")]
+    return DATA + "".join(STEPS[kind](*names) for kind, *names in calls) + LOSS % last
 
 
 def build(text: str, fuse: bool, phase: int = caffe_pb2.TRAIN) -> Net:

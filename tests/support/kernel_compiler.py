@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -121,17 +121,19 @@ def parameter_sizes(ptx: str, name: str) -> tuple[int, ...]:
     return tuple(int(bits) // 8 * int(count or 1) for _, bits, count in _PARAMETER.findall(entries[name]))
 
 
-def check(nvrtc: Nvrtc, kernel: RecordedKernel, architecture: str) -> None:
-    """Compile a kernel to PTX; all its launches must have handed over as many bytes as it takes.
+def check(nvrtc: Nvrtc, kernels: Sequence[RecordedKernel], architecture: str) -> None:
+    """Compile kernels of one text to PTX; all their launches must have handed over as many bytes as they take.
 
     Raises:
-        ValueError: it does not compile.
+        ValueError: the text does not compile.
         AssertionError: a launch differs.
     """
-    ptx = nvrtc.compile(kernel.text, architecture, kernel.name).decode()
-    wanted = parameter_sizes(ptx, kernel.name)
-    for call in kernel.calls:
-        assert call == wanted, f"{kernel.name} takes {wanted}, was launched with {call}:\n{kernel.text[-3000:]}"
+    text = kernels[0].text
+    ptx = nvrtc.compile(text, architecture, kernels[0].name).decode()
+    for kernel in kernels:
+        wanted = parameter_sizes(ptx, kernel.name)
+        for call in kernel.calls:
+            assert call == wanted, f"{kernel.name} takes {wanted}, was launched with {call}:\n{text[-3000:]}"
 
 
 @cache
@@ -191,7 +193,7 @@ def _outcome(nvrtc: Nvrtc, kernel: RecordedKernel, architecture: str) -> str:
         return ""
     try:
         if architecture.startswith("compute"):
-            check(nvrtc, kernel, architecture)
+            check(nvrtc, [kernel], architecture)
         else:
             nvrtc.compile(kernel.text, architecture, kernel.name)
     except (ValueError, AssertionError) as error:

@@ -4,50 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from field_cases import CASES, IMAGE, Case, add_inputs, values_of
+from field_cases import CASES, FORMS, Case, add_inputs, values_of
 from google.protobuf import text_format
 
 from caffepy.backend import Backend
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers import LayerContext
 from caffepy.net import Net
-
-RECURRENT = "num_output: 3 weight_filler { type: 'xavier' }"
-DEPTHWISE = "kernel_size: 3 pad: 1 weight_filler { type: 'xavier' }"
-EXPOSED = f"{RECURRENT} expose_hidden: true"
-BOTTOMS = "4x2x5 4x2L2"
-"""Four time steps of two streams, and `cont`."""
-
-MORE = (
-    Case(f'type: "ConvolutionDepthwise" convolution_param {{ {DEPTHWISE} }}', IMAGE, "", ""),
-    Case(f'type: "DepthwiseConvolution" convolution_param {{ num_output: 8 group: 4 {DEPTHWISE} }}', IMAGE, "", ""),
-    Case('type: "HardSwish"', IMAGE, "", ""),
-    Case('type: "ReLU6"', IMAGE, "", ""),
-    Case('type: "Mish"', IMAGE, "", ""),
-    Case('type: "LSTMUnit"', "1x2x3 1x2x12 1x2L2", "", "", tops=2),
-    Case(f'type: "RNN" recurrent_param {{ {RECURRENT} }}', BOTTOMS, "", ""),
-    Case(f'type: "RNN" recurrent_param {{ {RECURRENT} }}', BOTTOMS + " 2x3", "", ""),
-    Case(f'type: "RNN" recurrent_param {{ {EXPOSED} }}', BOTTOMS + " 1x2x3", "", "", tops=2),
-    Case(f'type: "LSTM" recurrent_param {{ {RECURRENT} }}', BOTTOMS, "", ""),
-    Case(f'type: "LSTM" recurrent_param {{ {EXPOSED} }}', BOTTOMS + " 2x3 1x2x3 1x2x3", "", "", tops=3),
-    Case('type: "Gather"', IMAGE, "", ""),
-    Case('type: "Scatter"', IMAGE, "", ""),
-    Case(f'type: "Lstm" lstm_param {{ {RECURRENT} }}', BOTTOMS, "", ""),
-    Case('type: "Pooling" pooling_param { kernel_size: 3 stride: 2 }', IMAGE, "", "", tops=2),
-    Case(
-        'type: "Convolution" convolution_param { num_output: 2 kernel_size: 2 weight_filler { type: "xavier" } }',
-        "2x3x4x4x4",
-        "",
-        "",
-    ),
-    Case(
-        'type: "Deconvolution" convolution_param { num_output: 2 kernel_size: 2 weight_filler { type: "xavier" } }',
-        "2x3x4x4x4",
-        "",
-        "",
-    ),
-)
-"""Types and forms that no case of `field_cases` has."""
 
 ELSEWHERE = {
     "BoxData": "gpu/test_data_layers_gpu.py",
@@ -79,7 +42,7 @@ def type_of(one: Case) -> str:
 def own_cases() -> list[Case]:
     """Every case's layer without its changes, each once."""
     seen = {}
-    for one in (*CASES, *MORE):
+    for one in (*CASES, *FORMS):
         if "source:" not in one.layer:
             seen.setdefault((one.layer, one.bottoms, one.phase, one.tops), one)
     return list(seen.values())

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -93,6 +94,14 @@ class RandomNet:
         self._names[stem] += 1
         return f"{stem.lower()}{self._names[stem]}"
 
+    def _fill(self, template: str, shape: Shape = ()) -> str:
+        """The template with a shape's sizes and its choices made, innermost first."""
+        names = dict(zip("NCHW", (*shape, 1, 1, 1, 1), strict=False))
+        text, filled = "", re.sub(r"\$([NCHW])", lambda found: str(names[found[1]]), template)
+        while text != filled:
+            text, filled = filled, re.sub(r"<([^<>]*)>", lambda found: self._random.choice(found[1].split("|")), filled)
+        return text
+
     def _chance(self, probability: float) -> bool:
         return self._random.random() < probability
 
@@ -101,3 +110,12 @@ def input_layer(name: str, shape: Shape) -> str:
     """The prototxt of an Input layer whose top has the layer's name."""
     dims = " ".join(f"dim: {size}" for size in shape)
     return f'layer {{ name: "{name}" type: "Input" top: "{name}" input_param {{ shape {{ {dims} }} }} }}'
+
+
+def shape_of(text: str, first: Shape) -> Shape | None:
+    """The shape that `2xNx3` stands for beside a first bottom; None if that has no such axis."""
+    sizes = dict(zip("NCHW", first, strict=False))
+    try:
+        return tuple(sizes[size] if size in "NCHW" else int(size) for size in text.split("x") if size != ".")
+    except KeyError:
+        return None

@@ -13,14 +13,13 @@ from typing import Any
 
 import numpy as np
 from google.protobuf import text_format
-from random_nets import RandomNet, Shape, Stem, input_layer
+from layer_templates import IN_PLACE, OUTPUTS
+from random_nets import RandomNet, Shape, Stem, input_layer, shape_of
 from wide_layers import (
     BOUNDING,
     FUSIBLE,
-    IN_PLACE,
     INPUT_KINDS,
     LOSSES,
-    OUTPUTS,
     PAIR_WEIGHTS,
     PAIRS,
     POSITIVE,
@@ -133,14 +132,14 @@ class WideNet(RandomNet):
         for _ in range(self._random.randint(0, 4) if self._open else 0):
             stem = self._open[-1]
             kind = "Log" if stem.positive and self._chance(0.1) else self._random.choices(kinds, weights)[0]
-            self._add(kind, self._fill(self._random.choice(SINGLE[kind]), stem), [stem])
+            self._add(kind, self._settings(self._random.choice(SINGLE[kind]), stem), [stem])
             self._follow()
         if self._open and self._chance(0.15):
             stem = self._open[-1]
             stem.free = False
             self._stays_open = 1
             for kind in self._random.choices(kinds, weights, k=5):
-                self._add(kind, self._fill(self._random.choice(SINGLE[kind]), stem), [stem])
+                self._add(kind, self._settings(self._random.choice(SINGLE[kind]), stem), [stem])
             self._stays_open = 0.05
 
     def _follow(self) -> None:
@@ -153,7 +152,9 @@ class WideNet(RandomNet):
             same = [one for one in self._open[:-1] if one.shape == stem.shape]
             if kind == "Eltwise" and not (same and self._add(kind, "", [stem, self._random.choice(same)])):
                 return
-            if kind != "Eltwise" and not self._add(kind, self._fill(self._random.choice(SINGLE[kind]), stem), [stem]):
+            if kind != "Eltwise" and not self._add(
+                kind, self._settings(self._random.choice(SINGLE[kind]), stem), [stem]
+            ):
                 return
 
     def _single(self, stem: Stem) -> bool:
@@ -164,7 +165,7 @@ class WideNet(RandomNet):
         kind = self._random.choices(kinds, [WEIGHTS.get(kind, 1) for kind in kinds])[0]
         if kind == "Log" and not stem.positive:
             return False
-        return self._add(kind, self._fill(self._random.choice(SINGLE[kind]), stem), [stem])
+        return self._add(kind, self._settings(self._random.choice(SINGLE[kind]), stem), [stem])
 
     def _pair(self, stem: Stem) -> bool:
         """A layer of several bottoms: another open blob, or an input of a shape and kind that the template names."""
@@ -179,22 +180,20 @@ class WideNet(RandomNet):
             if found is None:
                 return False
             bottoms.append(found)
-        if kind in ("Embed", "BatchReindex") and len(bottoms) > 1 and "only" in template:
+        if "only" in template:
             bottoms = bottoms[1:]
-        return self._add(kind, self._fill(template.replace("only", ""), stem), bottoms)
+        return self._add(kind, self._settings(template.replace("only", ""), stem), bottoms)
 
     def _other(self, stem: Stem, wanted: str) -> Stem | None:
         """An open blob: `same` shape, or `any`; or a new input, as in `N ids:4`."""
         if wanted in ("same", "any"):
             fits = [one for one in self._open if one is not stem and (wanted == "any" or one.shape == stem.shape)]
             return self._random.choice(fits) if fits else None
-        shape_text, kind = wanted.split()
-        names = dict(zip("NCHW", stem.shape, strict=False))
-        try:
-            shape = tuple(names[one] if one in names else int(one) for one in shape_text.split("x"))
-        except ValueError:
+        shape_text, _, kind = self._fill(wanted, stem.shape).partition(" ")
+        shape = shape_of(shape_text, stem.shape)
+        if shape is None:
             return None
-        kind = kind.replace("$N", str((*stem.shape, 1)[0]))
+        kind = kind or "normal"
         return Stem(f"{kind.partition(':')[0]}{len(self.inputs)}?{kind}", shape, free=False)
 
     def _finish(self, stem: Stem) -> None:
@@ -208,7 +207,7 @@ class WideNet(RandomNet):
                     bottoms.append(Stem(f"label{len(self.inputs)}?ids:{(*stem.shape, 1)[1]}", shape))
                 else:
                     bottoms.append(Stem(f"target{len(self.inputs)}?{other}", stem.shape))
-            if self._add(kind, self._fill(template, stem), bottoms):
+            if self._add(kind, self._settings(template, stem), bottoms):
                 return
 
     # -- one layer -------------------------------------------------------------------------------------
@@ -263,17 +262,11 @@ class WideNet(RandomNet):
             text += " propagate_down: false" * len(bottoms)
         return text
 
-    def _fill(self, template: str, stem: Stem) -> str:
-        """The template with its choices made, innermost first."""
-        names = dict(zip("NCHW", (*stem.shape, 1, 1, 1, 1), strict=False))
+    def _settings(self, template: str, stem: Stem) -> str:
+        """The filled template, with more outputs in a large net."""
         if self._large:
             template = template.replace(OUTPUTS, "num_output: <8|16|24|33|64>")
-        template = re.sub(r"\$([NCHW])", lambda found: str(names[found.group(1)]), template)
-        while True:
-            filled = re.sub(r"<([^<>]*)>", lambda found: self._random.choice(found.group(1).split("|")), template)
-            if filled == template:
-                return filled
-            template = filled
+        return self._fill(template, stem.shape)
 
     def _input(self, name: str, shape: Shape, kind: str) -> Stem:
         self.inputs[name] = (shape, kind)

@@ -49,8 +49,11 @@ def test_every_kernel_was_asked_for(kernels: list[RecordedKernel]) -> None:
 @pytest.mark.skipif(not COMPILERS, reason=WITHOUT)
 @pytest.mark.parametrize("nvrtc", COMPILERS, ids=lambda nvrtc: f"CUDA {nvrtc.major}")
 def test_kernels_compile_and_take_what_they_are_launched_with(nvrtc: Nvrtc, kernels: list[RecordedKernel]) -> None:
+    texts: dict[str, list[RecordedKernel]] = {}
+    for kernel in some_of_each(kernels):
+        texts.setdefault(kernel.text, []).append(kernel)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(lambda kernel: kernel_compiler.check(nvrtc, kernel, "compute_80"), some_of_each(kernels)))
+        list(pool.map(lambda same: kernel_compiler.check(nvrtc, same, "compute_80"), texts.values()))
 
 
 @pytest.mark.skipif(not COMPILERS, reason=WITHOUT)
@@ -70,8 +73,8 @@ def test_machine_code_for_every_supported_gpu(nvrtc: Nvrtc, kernels: list[Record
 def test_what_is_wrong_is_found() -> None:
     nvrtc = COMPILERS[0]
     text = 'extern "C" __global__ void f(float *x, float y, int n, unsigned long long m) { *x = y + n + m; }'
-    kernel_compiler.check(nvrtc, RecordedKernel(text, "f", ((8, 4, 4, 8),)), "compute_80")
+    kernel_compiler.check(nvrtc, [RecordedKernel(text, "f", ((8, 4, 4, 8),))], "compute_80")
     with pytest.raises(AssertionError, match=r"f takes \(8, 4, 4, 8\), was launched with \(8, 4, 4\)"):
-        kernel_compiler.check(nvrtc, RecordedKernel(text, "f", ((8, 4, 4),)), "compute_80")
+        kernel_compiler.check(nvrtc, [RecordedKernel(text, "f", ((8, 4, 4),))], "compute_80")
     with pytest.raises(ValueError, match=r"(?s)g for compute_80 under NVRTC .*identifier \"undefined\" is undefined"):
         nvrtc.compile('extern "C" __global__ void g() { undefined(); }', "compute_80", "g")

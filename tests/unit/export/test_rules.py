@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from export_cases import CASES, CHAIN, DETECT, POOL
-from export_layers import TEMPLATES, UNTRIED
-from export_nets import outcomes
+from export_nets import TEMPLATES, outcomes
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from layer_templates import UNTRIED
 from onnx_nets import assert_exported, layer_net, layer_text, net_of
 from torch_nets import HAS_TORCH, assert_module, write_module
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from field_cases import Case, add_inputs
+from field_cases import FORMS, Case, add_inputs
 from google.protobuf import text_format
-from layer_cases import ELSEWHERE, MORE, build_case, own_cases, pass_once, results, type_of
+from layer_cases import ELSEWHERE, build_case, own_cases, pass_once, results, type_of
 from training import CPU
 
 from caffepy import pycaffe as caffe
@@ -53,7 +53,7 @@ def test_the_files_that_test_other_types_name_them(kind: str) -> None:
     assert re.search(rf"""["']{kind}["']""", (TESTS / ELSEWHERE[kind]).read_text())
 
 
-@pytest.mark.parametrize("one", MORE, ids=type_of)
+@pytest.mark.parametrize("one", FORMS, ids=type_of)
 def test_cases_give_numbers(one: Case) -> None:
     with CPU.activate():
         net = build_case(CPU, one, "FLOAT")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from field_cases import Case, add_inputs, values_of
+from field_cases import LSTM, Case, add_inputs, values_of
 from google.protobuf import text_format
-from layer_cases import RECURRENT, own_cases, type_of
+from layer_cases import own_cases, type_of
 from training import CPU
 
 from caffepy.data.sharding import Shard
@@ -22,11 +22,11 @@ from caffepy.net import Net
 TIMES = "4x2x5 4x2L2"
 MARGIN = "num_output: 3 type: DOUBLE base: 10 gamma: 1"
 STATEFUL = (
-    Case(f'type: "LSTM" recurrent_param {{ {RECURRENT} }}', TIMES, "", ""),
-    Case(f'type: "RNN" recurrent_param {{ {RECURRENT} }}', TIMES, "", ""),
-    Case(f'type: "Lstm" lstm_param {{ {RECURRENT} }}', TIMES, "", ""),
-    Case('type: "SegAccuracy" seg_accuracy_param { reset: false }', "2x3x4x4 2x1x4x4L3", "", ""),
-    Case('type: "GeneralContrastiveLoss" general_contrastive_loss_param { add_intra_mae: true }', "4x3 4L3", "", ""),
+    Case(f'type: "LSTM" recurrent_param {{ {LSTM} }}', TIMES),
+    Case(f'type: "RNN" recurrent_param {{ {LSTM} }}', TIMES),
+    Case(f'type: "Lstm" lstm_param {{ {LSTM} }}', TIMES),
+    Case('type: "SegAccuracy" seg_accuracy_param { reset: false }', "2x3x4x4 2x1x4x4L3"),
+    Case('type: "GeneralContrastiveLoss" general_contrastive_loss_param { add_intra_mae: true }', "4x3 4L3"),
     Case(
         'type: "LpqLoss" lpq_loss_param { p: 1 p: 3 q: 1 q: 2 pq_episode_starts_at_iter: 0 '
         "pq_episode_starts_at_iter: 1 }",
@@ -34,8 +34,8 @@ STATEFUL = (
         "",
         "",
     ),
-    Case(f'type: "MarginInnerProduct" margin_inner_product_param {{ {MARGIN} }}', "4x5 4L3", "", ""),
-    Case(f'type: "LargeMarginInnerProduct" largemargin_inner_product_param {{ {MARGIN} }}', "4x5 4L3", "", ""),
+    Case(f'type: "MarginInnerProduct" margin_inner_product_param {{ {MARGIN} }}', "4x5 4L3"),
+    Case(f'type: "LargeMarginInnerProduct" largemargin_inner_product_param {{ {MARGIN} }}', "4x5 4L3"),
     Case(
         'type: "GenerateAugmentationParameters" augmentation_param { augment_during_test: true crop_width: 4 '
         'crop_height: 4 rotate { rand_type: "uniform" spread: 0.4 } } coeff_schedule_param { half_life: 1 '
@@ -44,8 +44,8 @@ STATEFUL = (
         "",
         "",
     ),
-    Case('type: "Dropout" dropout_param { sample_weights_test: true }', "4x8", "", ""),
-    Case('type: "BatchNorm" batch_norm_param { use_global_stats: false }', "4x3x2x2", "", ""),
+    Case('type: "Dropout" dropout_param { sample_weights_test: true }', "4x8"),
+    Case('type: "BatchNorm" batch_norm_param { use_global_stats: false }', "4x3x2x2"),
 )
 """Forms of layers that say yes; `own_cases` has the forms of all types."""
 

@@ -4,7 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fusion_nets import CPU, DATA, LOSS, build, changed, convolution, layer, norm, relu, run, total
+from fusion_nets import (
+    CPU,
+    DATA,
+    LOSS,
+    build,
+    chain,
+    changed,
+    check_alike,
+    convolution,
+    layer,
+    names_of,
+    norm,
+    relu,
+    run,
+    total,
+)
 from google.protobuf import text_format
 
 from caffepy.formats.proto import caffe_pb2
@@ -47,27 +62,19 @@ NETS = {
             ("rows among them", "dim: 0 dim: 2 dim: 24 dim: 7", ["parts", "turn", "whole"]),
         )
     },
-    "convolution and ReLU": (DATA + convolution("c", "data", "c", bias=True) + relu("c") + LOSS % "c", ["c + c_relu"]),
-    "not in place": (DATA + convolution("c", "data", "c") + relu("c", "r") + LOSS % "r", ["c + r_relu"]),
+    "convolution and ReLU": (chain("biased c data c; relu c", "c"), ["c + c_relu"]),
+    "not in place": (chain("conv c data c; relu c r", "r"), ["c + r_relu"]),
     "inner product, ReLU and dropout": (
         DATA
-        + """layer { name: "i" type: "InnerProduct" bottom: "data" top: "i" inner_product_param {
-          num_output: 9 weight_filler { type: "xavier" } } }"""
+        + dense("i", "data", 9)
         + relu("i")
         + 'layer { name: "drop" type: "Dropout" bottom: "i" top: "i" }'
-        + """layer { name: "ip" type: "InnerProduct" bottom: "i" top: "ip" inner_product_param { num_output: 4
-          weight_filler { type: "xavier" } } }
-          layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }""",
+        + dense("ip", "i", 4)
+        + END,
         ["i + i_relu"],
     ),
     "inner product without a bias": (
-        DATA
-        + """layer { name: "i" type: "InnerProduct" bottom: "data" top: "i" inner_product_param {
-          num_output: 9 bias_term: false weight_filler { type: "xavier" } } }"""
-        + relu("i")
-        + """layer { name: "ip" type: "InnerProduct" bottom: "i" top: "ip" inner_product_param { num_output: 4
-          weight_filler { type: "xavier" } } }
-          layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }""",
+        DATA + dense("i", "data", 9, "bias_term: false") + relu("i") + dense("ip", "i", 4) + END,
         ["i", "i_relu"],
     ),
     "inner products with Sigmoid and TanH": (
@@ -106,97 +113,47 @@ NETS = {
         ["i", "TanH_t"],
     ),
     "normalisation in place": (
-        DATA + convolution("c", "data", "c") + norm("n", "c", "c") + relu("c") + LOSS % "c",
+        chain("conv c data c; norm n c c; relu c", "c"),
         ["c", "n + n_scale + c_relu"],
     ),
     "normalisation behind a ReLU": (
-        DATA + convolution("c", "data", "c") + relu("c") + norm("n", "c", "c", bias=False) + LOSS % "c",
+        chain("conv c data c; relu c; unbiased n c c", "c"),
         ["c + c_relu", "n + n_scale"],
     ),
     "before the convolution": (
-        DATA
-        + convolution("a", "data", "a", bias=True)
-        + norm("n", "a", "m")
-        + relu("m")
-        + convolution("b", "m", "b")
-        + LOSS % "b",
+        chain("biased a data a; norm n a m; relu m; conv b m b", "b"),
         ["n + n_scale + m_relu"],
     ),
     "a residual block with a projection": (
-        DATA
-        + convolution("p", "data", "p")
-        + norm("np", "p", "p")
-        + convolution("a", "data", "a")
-        + norm("na", "a", "a")
-        + relu("a")
-        + convolution("b", "a", "b")
-        + norm("nb", "b", "b")
-        + total("sum", "p", "b")
-        + relu("sum")
-        + LOSS % "sum",
+        chain(
+            "conv p data p; norm np p p; conv a data a; norm na a a; relu a; conv b a b; norm nb b b; "
+            "sum sum p b; relu sum",
+            "sum",
+        ),
         ["p", "np + np_scale", "a", "na + na_scale + a_relu", "b", "nb + nb_scale + sum + sum_relu"],
     ),
     "two residual blocks": (
-        DATA
-        + convolution("a", "data", "a")
-        + norm("na", "a", "a")
-        + relu("a")
-        + convolution("b", "a", "b")
-        + norm("nb", "b", "b")
-        + total("s", "a", "b")
-        + relu("s")
-        + convolution("c", "s", "c")
-        + norm("nc", "c", "c")
-        + total("t", "s", "c")
-        + relu("t")
-        + convolution("d", "t", "d")
-        + norm("nd", "d", "d")
-        + total("u", "t", "d")
-        + LOSS % "u",
+        chain(
+            "conv a data a; norm na a a; relu a; conv b a b; norm nb b b; sum s a b; relu s; conv c s c; "
+            "norm nc c c; sum t s c; relu t; conv d t d; norm nd d d; sum u t d",
+            "u",
+        ),
         ["nb + nb_scale + s + s_relu + s_s_relu_0_split", "nd + nd_scale + u"],
     ),
     "a sum in place on the normalised branch": (
-        DATA
-        + convolution("p", "data", "p")
-        + norm("np", "p", "p")
-        + convolution("b", "data", "b")
-        + norm("nb", "b", "b")
-        + total("sum", "b", "p", "b")
-        + relu("b")
-        + LOSS % "b",
+        chain("conv p data p; norm np p p; conv b data b; norm nb b b; sum sum b p b; relu b", "b"),
         ["np + np_scale", "b", "nb + nb_scale + sum + b_relu"],
     ),
     "a sum in place on the other branch": (
-        DATA
-        + convolution("p", "data", "p", bias=True)
-        + relu("p")
-        + convolution("b", "data", "b")
-        + norm("nb", "b", "b")
-        + total("sum", "p", "b", "p")
-        + relu("p", "r")
-        + LOSS % "r",
+        chain("biased p data p; relu p; conv b data b; norm nb b b; sum sum p b p; relu p r", "r"),
         ["p", "p_relu", "b", "nb + nb_scale", "sum", "r_relu"],
     ),
     "a sum in place of two normalised branches": (
-        DATA
-        + convolution("p", "data", "p")
-        + norm("np", "p", "np")
-        + convolution("b", "data", "b")
-        + norm("nb", "b", "nb")
-        + total("sum", "np", "nb", "np")
-        + relu("np")
-        + LOSS % "np",
+        chain("conv p data p; norm np p np; conv b data b; norm nb b nb; sum sum np nb np; relu np", "np"),
         ["p", "b", "nb + nb_scale", "np + np_scale + sum + np_relu"],
     ),
     "a sum in place behind a convolution and a ReLU": (
-        DATA
-        + convolution("a", "data", "a", bias=True)
-        + relu("a")
-        + convolution("b", "data", "b", bias=True)
-        + relu("b")
-        + total("sum", "a", "b", "a")
-        + relu("a", "r")
-        + LOSS % "r",
+        chain("biased a data a; relu a; biased b data b; relu b; sum sum a b a; relu a r", "r"),
         ["a", "a_relu", "b + b_relu", "sum", "r_relu"],
     ),
     "channels at axis 2": (
@@ -218,14 +175,7 @@ NETS = {
         ["c", "n + n_scale + n_relu", "d + d_relu"],
     ),
     "a convolution over vectors": (
-        DATA
-        + """layer { name: "i" type: "InnerProduct" bottom: "data" top: "i" inner_product_param {
-          num_output: 10 weight_filler { type: "xavier" } } }"""
-        + convolution("c", "i", "c", bias=True)
-        + relu("c")
-        + """layer { name: "ip" type: "InnerProduct" bottom: "c" top: "ip" inner_product_param { num_output: 4
-          weight_filler { type: "xavier" } } }
-          layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }""",
+        DATA + dense("i", "data", 10) + convolution("c", "i", "c", bias=True) + relu("c") + dense("ip", "c", 4) + END,
         ["i", "c + c_relu"],
     ),
     "NVIDIA's scale and bias": (
@@ -263,13 +213,8 @@ NETS = {
 @pytest.mark.parametrize("name", NETS)
 def test_fused_layers_give_what_the_single_ones_give(name: str) -> None:
     text, expected = NETS[name]
-    fused = build(text, True)
-    names = [node.layer.name for node in fused.schedule]
+    names = names_of(check_alike(text))
     assert all(group in names for group in expected), names
-    ours, plain = run(fused, 2), run(build(text, False), 2)
-    assert ours.keys() == plain.keys()
-    for key, values in plain.items():
-        np.testing.assert_allclose(ours[key], values, rtol=2e-4, atol=2e-5, err_msg=key)
 
 
 @pytest.mark.parametrize("name", [name for name, (text, _) in NETS.items() if "BatchNorm" in text])
@@ -277,11 +222,8 @@ def test_nvidias_statistics_too(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     """Three passes: two are copied, the third is blended."""
     monkeypatch.setenv("CAFFEPY_DIALECT", "nvidia")
     text, expected = NETS[name]
-    fused = build(text, True)
-    assert fused.context.nvidia and all(group in [node.layer.name for node in fused.schedule] for group in expected)
-    ours, plain = run(fused, 3), run(build(text, False), 3)
-    for key, values in plain.items():
-        np.testing.assert_allclose(ours[key], values, rtol=2e-4, atol=2e-5, err_msg=key)
+    fused = check_alike(text, passes=3)
+    assert fused.context.nvidia and all(group in names_of(fused) for group in expected)
 
 
 @pytest.mark.parametrize("name", NETS)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from compare_nets import FUSED, build, compare_fused, errors, fusible_param, groups
 from execution_modes import persistent
+from layer_templates import IN_PLACE
 from training import CPU
-from wide_layers import FUSIBLE, IN_PLACE
+from wide_layers import FUSIBLE
 from wide_nets import fusible_net
 
 NETS, PARTS = 200, 8

@@ -119,7 +119,9 @@ def test_where_ctrl_c_asks_for_a_snapshot_it_may_come_often(tmp_path: Path) -> N
     assert ranks.got == [signal.SIGINT] * 2
 
 
-def test_a_second_ctrl_c_ends_all_at_once() -> None:
+def test_a_second_ctrl_c_ends_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for patience in ("_AGAIN_SECONDS", "_TERM_SECONDS", "_DRAIN_SECONDS"):
+        monkeypatch.setattr(supervisor, patience, 0.2)
     begin = time.monotonic()
     ranks = Ranks()
     twice = ((0.1, signal.SIGINT), (0.2, signal.SIGINT))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -36,8 +37,17 @@ def greedy(rows: list[list[float]], threshold: float, least: float, most: int) -
     return kept
 
 
+def anchors(inputs: list[Any], image: int) -> Iterator[tuple[Any, ...]]:
+    """Score, offsets, place, width and height of the field, and map of each anchor."""
+    for value, one, field in zip(inputs, MAPS, FIELDS, strict=True):
+        for place in np.ndindex(one[:2]):
+            v = value[image, :, *place]
+            yield max(v[1:CLASSES]) - v[0], v[CLASSES:], place, field, one
+
+
 def wanted(
-    inputs: list[Any],
+    anchors: Iterable[Iterable[tuple[Any, ...]]],
+    unit: int,
     fg: float = 0,
     threshold: float = 0.5,
     limits: Any = (2, 2),
@@ -47,45 +57,49 @@ def wanted(
     mean: Any = (0,) * 4,
     std: Any = (1,) * 4,
 ) -> Any:
+    """Boxes of the anchors of each image. A box of whole pixels (`unit` 1) is cut off where it ends uncut."""
     found = []
-    for image in range(2):
+    for image, of_image in enumerate(anchors):
         rows = []
-        for value, (height, width, stride), field in zip(inputs, MAPS, FIELDS, strict=True):
-            for row, column in np.ndindex(height, width):
-                v = value[image, :, row, column]
-                score = max(v[1:CLASSES]) - v[0]
-                x, y, w, h = decoded(v[CLASSES:], (row, column), field, stride, limits, mean, std)
-                x, y = max(x, 0), max(y, 0)
-                w, h = min(w, width * stride - x), min(h, height * stride - y)
-                if score >= fg and min(w, h) >= least:
-                    rows.append([x, y, w, h, score])
+        for score, offsets, place, field, (height, width, stride) in of_image:
+            x, y, w, h = decoded(offsets, place, field, stride, limits, mean, std)
+            x1, y1 = max(x, 0), max(y, 0)
+            x, y = (x, y) if unit else (x1, y1)
+            w = min(x + w - unit, width * stride) - x1 + unit
+            h = min(y + h - unit, height * stride) - y1 + unit
+            if score >= fg and min(w, h) >= least:
+                rows.append([x1, y1, w, h, score])
         rows.sort(key=lambda row: -row[4])
-        for x, y, w, h, score in greedy(rows[: most or None], threshold, 0, after or 10**9):
-            found.append([image, x, y, x + w, y + h, score])
+        for x, y, w, h, score in greedy(rows[: most or None], threshold, unit, after or 10**9):
+            found.append([image, x, y, x + w - unit, y + h - unit, score])
     return np.array(found)
+
+
+SETTINGS: list[tuple[str, dict[str, Any]]] = [
+    ("", {}),
+    ("field_whr: 4 field_xyr: 1", {"limits": (1, 4)}),
+    ("max_nms_num: 9", {"most": 9}),
+    ("max_post_nms_num: 3", {"after": 3}),
+    ("min_size: 22", {"least": 22}),
+]
+"""Of both types, with what they say to `wanted`."""
+
+
+def check(layer: str, inputs: list[Any], rows: Any, backend: str) -> None:
+    rois, scored = run(layer, inputs, tops=2, backend=backend)
+    assert len(rows) > 2
+    assert_near(scored[:, :, 0, 0], rows, 1e-5, "boxes")
+    np.testing.assert_array_equal(rois, scored[:, :5])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("fields", "arguments"),
-    [
-        ("", {}),
-        ("fg_thr: 0.5", {"fg": 0.5}),
-        ("iou_thr: 0.2", {"threshold": 0.2}),
-        ("field_whr: 4 field_xyr: 1", {"limits": (1, 4)}),
-        ("max_nms_num: 9", {"most": 9}),
-        ("max_post_nms_num: 3", {"after": 3}),
-        ("min_size: 22", {"least": 22}),
-        ("", {"mean": MEAN, "std": STD}),
-    ],
+    [*SETTINGS, ("fg_thr: 0.5", {"fg": 0.5}), ("iou_thr: 0.2", {"threshold": 0.2}), ("", {"mean": MEAN, "std": STD})],
 )
 def test_boxes_are_those_of_the_formula(backend: str, fields: str, arguments: Any) -> None:
     text = f'type: "BoxOutput" box_output_param {{ {BASE} {fields} }} {REGRESSION if "mean" in arguments else ""}'
-    rois, scored = run(text, maps(), tops=2, backend=backend)
-    rows = wanted(maps(), **arguments)
-    assert len(rows) > 2
-    assert_near(scored[:, :, 0, 0], rows, 1e-5, "boxes")
-    np.testing.assert_array_equal(rois, scored[:, :5])
+    check(text, maps(), wanted((anchors(maps(), image) for image in range(2)), 0, **arguments), backend)
 
 
 def test_without_boxes_there_is_one_that_can_be_pooled() -> None:
@@ -137,59 +151,24 @@ def group_inputs() -> list[Any]:
     return found
 
 
-def wanted_group(
-    inputs: list[Any],
-    fg: float = 0,
-    threshold: float = 0.5,
-    limits: Any = (2, 2),
-    most: int = 0,
-    after: int = 0,
-    least: float = 15,
-) -> Any:
-    found = []
-    for image in range(2):
-        rows = []
-        for number, (height, width, stride) in enumerate(MAPS):
-            fields = KINDS if number == 0 else ((44, 40),)
-            for kind, field in enumerate(fields):
-                scores, offsets = (inputs[2 * number + which][image * len(fields) + kind] for which in (0, 1))
-                for row, column in np.ndindex(height, width):
-                    score = 1 - scores[0, row, column]
-                    x, y, w, h = decoded(offsets[:, row, column], (row, column), field, stride, limits)
-                    x1, y1, x2, y2 = (
-                        max(x, 0),
-                        max(y, 0),
-                        min(x + w - 1, width * stride),
-                        min(y + h - 1, height * stride),
-                    )
-                    if score >= fg and min(x2 - x1 + 1, y2 - y1 + 1) >= least:
-                        rows.append([x1, y1, x2 - x1 + 1, y2 - y1 + 1, score])
-        rows.sort(key=lambda row: -row[4])
-        for x, y, w, h, score in greedy(rows[: most or None], threshold, 1, after or 10**9):
-            found.append([image, x, y, x + w - 1, y + h - 1, score])
-    return np.array(found)
+def group_anchors(inputs: list[Any], image: int) -> Iterator[tuple[Any, ...]]:
+    """`anchors`, of BoxGroupOutput."""
+    for number, (one, fields) in enumerate(zip(MAPS, (KINDS, ((44, 40),)), strict=True)):
+        for kind, field in enumerate(fields):
+            scores, offsets = (inputs[2 * number + which][image * len(fields) + kind] for which in (0, 1))
+            for place in np.ndindex(one[:2]):
+                yield 1 - scores[0, *place], offsets[:, *place], place, field, one
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("fields", "arguments"),
-    [
-        ("", {}),
-        ("fg_thr: 0.7", {"fg": 0.7}),
-        ("iou_thr: 0.2 nms_type: 'IOU'", {"threshold": 0.2}),
-        ("field_whr: 4 field_xyr: 1", {"limits": (1, 4)}),
-        ("max_nms_num: 9", {"most": 9}),
-        ("max_post_nms_num: 3", {"after": 3}),
-        ("min_size: 22", {"least": 22}),
-    ],
+    [*SETTINGS, ("fg_thr: 0.7", {"fg": 0.7}), ("iou_thr: 0.2 nms_type: 'IOU'", {"threshold": 0.2})],
 )
 def test_group_boxes_are_those_of_the_formula(backend: str, fields: str, arguments: Any) -> None:
     text = f'type: "BoxGroupOutput" box_group_output_param {{ {GROUPS} {fields} }}'
-    rois, scored = run(text, group_inputs(), tops=2, backend=backend)
-    rows = wanted_group(group_inputs(), **arguments)
-    assert len(rows) > 2
-    assert_near(scored[:, :, 0, 0], rows, 1e-5, "boxes")
-    np.testing.assert_array_equal(rois, scored[:, :5])
+    inputs = group_inputs()
+    check(text, inputs, wanted((group_anchors(inputs, image) for image in range(2)), 1, **arguments), backend)
 
 
 def test_group_settings_that_do_not_fit() -> None:
