@@ -134,6 +134,13 @@ _NO_MEANING = {
         "MnModelParallelParameter.layer_from MnModelParallelParameter.layer_to MnModelParallelParameter.num_nodes "
         "MnModelParallelParameter.model_parts MnParamGradCompressLayerTypeList.layer_type"
     ),
+    "the Caffes of CRF as RNN declare it and do not read it; its only value is the default": (
+        "MultiStageMeanfieldParameter.compatibility_mode"
+    ),
+    "the Caffes of CRF as RNN declare it and do not read it": (
+        "MultiStageMeanfieldParameter.threshold MultiStageMeanfieldParameter.forced_spatial_filter_weight "
+        "MultiStageMeanfieldParameter.forced_bilateral_filter_weight"
+    ),
     "SegNet declares it and never reads it": "DenseImageDataParameter.mean_file",
     "PSPNet declares it and never reads it; the top has all three": "SegAccuracyParameter.metric",
     "it chooses an algorithm; no result changes": "ConvolutionParameter.force_nd_im2col",

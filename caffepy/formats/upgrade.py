@@ -71,6 +71,7 @@ def upgrade_net(param: NetParameter, origin: str) -> None:
     if steps:
         log.info("Upgraded from an older format in %s: %s", origin, ", ".join(steps))
     _mark_feature_normalize(param)
+    _crop_by_position(param)
     log_ignored_fields(param, origin)
     _warn_about_ignored_transforms(param, origin)
     find_positions(param)
@@ -102,6 +103,14 @@ def _mark_feature_normalize(param: NetParameter) -> None:
         for layer in param.layer:
             if layer.type == "Normalize" and not layer.HasField("norm_param"):
                 layer.normalize_param.SetInParent()
+
+
+def _crop_by_position(param: NetParameter) -> None:
+    """Let Crop without `crop_param` find its offset in a net for the Caffe of CRF as RNN, as that Caffe's does."""
+    if any(layer.type == "MultiStageMeanfield" for layer in param.layer):
+        for layer in param.layer:
+            if layer.type == "Crop" and not layer.HasField("crop_param"):
+                layer.type = "AutoCrop"
 
 
 def upgrade_solver(param: SolverParameter, origin: str) -> None:
@@ -434,6 +443,8 @@ V1_TYPES = {
     V1LayerParameter.CONVOLUTION3D: "Convolution3D",
     V1LayerParameter.POOLING3D: "Pooling3D",
     V1LayerParameter.DECONVOLUTION3D: "Deconvolution3D",
+    V1LayerParameter.CROP: "AutoCrop",
+    V1LayerParameter.MULTI_STAGE_MEANFIELD: "MultiStageMeanfield",
     V1LayerParameter.VIDEO_DATA: "VideoData",
     V1LayerParameter.VIDEO_SEGMENTATION_DATA: "VideoSegmentationData",
     V1LayerParameter.VIDEO_WITH_VOXEL_TRUTH_DATA: "VideoWithVoxelTruthData",

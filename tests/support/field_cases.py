@@ -533,6 +533,14 @@ CASES = (
         GRID,
     ),
     case("YoloSeg", "2x3x4x4 2x3x4x4", "yolo_seg_param", "object_scale: 3"),
+    case(
+        "MultiStageMeanfield",
+        "1x2x3x4 1x2x3x4 1x3x3x4",
+        "multi_stage_meanfield_param",
+        "theta_alpha: 1 | theta_beta: 1 | theta_gamma: 1 | num_iterations: 1 | spatial_filter_weight: 2 "
+        "| bilateral_filter_weight: 2",
+        "theta_alpha: 3 theta_beta: 0.5 theta_gamma: 2 num_iterations: 2",
+    ),
     case("SegmentationEvaluate", "2x3x4x4 2x3x4x4", "segmentation_evaluate_param", "threshold: 0.1"),
     case("FocalLoss", "4x3 4L3", "focal_loss_param", "gamma: 3 | alpha: 0.5"),
 )

@@ -247,6 +247,7 @@ V1_SETTINGS = {
     "interp_param": "INTERP Interp zoom_factor: 3",
     "dense_crf_param": "DENSE_CRF DenseCRF max_iter: 3",
     "seg_accuracy_param": "SEG_ACCURACY SegAccuracy ignore_label: 3",
+    "multi_stage_meanfield_param": "MULTI_STAGE_MEANFIELD MultiStageMeanfield num_iterations: 3",
     "include": "RELU ReLU phase: TEST",
     "exclude": "RELU ReLU min_level: 3",
 }
@@ -274,6 +275,14 @@ def test_fields_of_deeplab() -> None:
     old = "layers { type: IMAGE_SEG_DATA image_data_param { batch_size: 2 crop_size: 5 } }"
     new = 'layer { type: "ImageSegData" image_data_param { batch_size: 2 } transform_param { crop_size: 5 } }'
     assert upgraded(old) == net(new)
+
+
+def test_crop_finds_its_offset_in_nets_of_fcn_and_crf_as_rnn() -> None:
+    assert upgraded("layers { type: CROP }") == net('layer { type: "AutoCrop" }')
+    crf, offset = 'layer { type: "MultiStageMeanfield" }', "crop_param { offset: 2 }"
+    assert upgraded(f'layer {{ type: "Crop" }} {crf}') == net(f'layer {{ type: "AutoCrop" }} {crf}')
+    for kept in (f'layer {{ type: "Crop" {offset} }} {crf}', 'layer { type: "Crop" }'):
+        assert upgraded(kept) == net(kept)
 
 
 def test_bn_stats_batch_size_moves_to_the_layers() -> None:
