@@ -72,6 +72,7 @@ def upgrade_net(param: NetParameter, origin: str) -> None:
         log.info("Upgraded from an older format in %s: %s", origin, ", ".join(steps))
     _mark_feature_normalize(param)
     _crop_by_position(param)
+    _name_pixel_shuffles(param)
     log_ignored_fields(param, origin)
     _warn_about_ignored_transforms(param, origin)
     find_positions(param)
@@ -111,6 +112,13 @@ def _crop_by_position(param: NetParameter) -> None:
         for layer in param.layer:
             if layer.type == "Crop" and not layer.HasField("crop_param"):
                 layer.type = "AutoCrop"
+
+
+def _name_pixel_shuffles(param: NetParameter) -> None:
+    """Give caffe_srgan's Reshape with `pixelshuffler` the type of what it does."""
+    for layer in param.layer:
+        if layer.type == "Reshape" and layer.reshape_param.pixelshuffler != 1:
+            layer.type = "PixelShuffle"
 
 
 def upgrade_solver(param: SolverParameter, origin: str) -> None:
@@ -444,6 +452,10 @@ V1_TYPES = {
     V1LayerParameter.POOLING3D: "Pooling3D",
     V1LayerParameter.DECONVOLUTION3D: "Deconvolution3D",
     V1LayerParameter.CROP: "AutoCrop",
+    V1LayerParameter.ELTWISE_ACCURACY: "EltwiseAccuracy",
+    V1LayerParameter.UNPOOLING: "Unpooling",
+    V1LayerParameter.BN: "BN",
+    V1LayerParameter.WINDOW_SEG_DATA: "WindowSegData",
     V1LayerParameter.MULTI_STAGE_MEANFIELD: "MultiStageMeanfield",
     V1LayerParameter.VIDEO_DATA: "VideoData",
     V1LayerParameter.VIDEO_SEGMENTATION_DATA: "VideoSegmentationData",
@@ -456,6 +468,7 @@ TRANSFORM_HOLDERS = {
     V1LayerParameter.DATA: "data_param",
     V1LayerParameter.IMAGE_DATA: "image_data_param",
     V1LayerParameter.IMAGE_SEG_DATA: "image_data_param",
+    V1LayerParameter.WINDOW_SEG_DATA: "image_data_param",
     V1LayerParameter.WINDOW_DATA: "window_data_param",
     V1LayerParameter.VIDEO_DATA: "image_data_param",
     V1LayerParameter.VIDEO_SEGMENTATION_DATA: "image_data_param",

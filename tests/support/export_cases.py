@@ -137,6 +137,7 @@ CASES: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
     ('type: "Tile" tile_param { axis: 2 tiles: 3 }', (IMAGE,)),
     ('type: "ShuffleChannel" shuffle_channel_param { group: 3 }', (IMAGE,)),
     ('type: "ShuffleChannel" shuffle_channel_param { group: 2 }', (VECTOR,)),
+    ('type: "PixelShuffle" reshape_param { pixelshuffler: 2 }', ((2, 8, 4, 6),)),
     ('type: "Reorg" reorg_param { stride: 2 }', ((2, 8, 4, 6),)),
     ('type: "Reorg" reorg_param { stride: 2 reverse: true }', ((2, 8, 4, 6),)),
     ('type: "Mish"', (IMAGE,)),

@@ -271,6 +271,7 @@ TEMPLATES: dict[str, list[Template]] = {
     "ReLU": [("", "any"), ("relu_param { negative_slope: <0.1|-0.2> }", "any")],
     "ReLU6": [("", "any"), ("relu_param { negative_slope: <0.1|-0.2> }", "any")],
     "Reduction": [("reduction_param { operation: <SUM|MEAN|ASUM|SUMSQ> axis: <0|1|1|2|-1> coeff: <1|0.1|-2> }", "any")],
+    "PixelShuffle": [("reshape_param { pixelshuffler: <1|2> }", "2x8x4x6")],
     "Reorg": [("reorg_param { stride: <1|2> reverse: <true|false> }", "2x8x4x6")],
     "Resample": [
         (

@@ -364,6 +364,17 @@ CASES = (
         "zoom_factor: 3 shrink_factor: 2",
     ),
     case("Upsample", IMAGE, "upsample_param", "scale: 3", "scale: 2"),
+    case(
+        "Unpooling",
+        IMAGE,
+        "unpooling_param",
+        "unpool: AVE | kernel_size: 4 | stride: 1 | unpool_size: 14 | pad: 1 | pad_h: 1 | pad_w: 1",
+        "kernel_size: 3 stride: 2",
+    ),
+    case("Unpooling", IMAGE, "unpooling_param", "kernel_h: 4 | kernel_w: 4", "unpool: AVE kernel_h: 2 kernel_w: 2"),
+    case("Unpooling", IMAGE, "unpooling_param", "stride_h: 3 | stride_w: 3", "kernel_size: 2 stride_h: 2 stride_w: 2"),
+    case("Unpooling", IMAGE, "unpooling_param", "unpool_h: 8 | unpool_w: 8", "kernel_size: 2 unpool_h: 7 unpool_w: 7"),
+    case("EltwiseAccuracy", "2x3x2x2 2x1x2x2L3", "eltwise_accuracy_param", "top_k: 2 | ignore_label: 1"),
     case("Upsample", IMAGE, "upsample_param", "scale_h: 3 | scale_w: 3", "scale_h: 2 scale_w: 2"),
     case("Upsample", IMAGE + " 2x4x6x6L144", "upsample_param", "pad_out_h: true | pad_out_w: true", "scale: 2"),
     case(
@@ -474,6 +485,8 @@ CASES = (
         "name: 'other' | type: 'Softmax' | loss_weight: 2 | param { lr_mult: 0 } |"
         "include { phase: TEST } | exclude { phase: TRAIN } | bottom: 'none' | top: 'other'",
     ),
+    case("PixelShuffle", "2x8x2x3", "reshape_param", "pixelshuffler: 1", "pixelshuffler: 2"),
+    case("CropCenter", "3x4", "crop_center_param", "crop_size: 1 crop_size: 0", "crop_size: 0 crop_size: 1"),
     case("Reorg", "2x8x4x4", "reorg_param", "stride: 1 | reverse: true", "stride: 2"),
     case("Region", "1x14x2x2", "region_param", "softmax: true", "boxes_of_each_grid: 2 classes: 2"),
     case("Region", "1x14x2x2", "region_param", "boxes_of_each_grid: 1 classes: 9", "boxes_of_each_grid: 2 classes: 2"),

@@ -248,6 +248,9 @@ V1_SETTINGS = {
     "dense_crf_param": "DENSE_CRF DenseCRF max_iter: 3",
     "seg_accuracy_param": "SEG_ACCURACY SegAccuracy ignore_label: 3",
     "multi_stage_meanfield_param": "MULTI_STAGE_MEANFIELD MultiStageMeanfield num_iterations: 3",
+    "unpooling_param": "UNPOOLING Unpooling kernel_size: 3",
+    "eltwise_accuracy_param": "ELTWISE_ACCURACY EltwiseAccuracy top_k: 3",
+    "bn_param": "BN BN bn_mode: INFERENCE",
     "include": "RELU ReLU phase: TEST",
     "exclude": "RELU ReLU min_level: 3",
 }
@@ -283,6 +286,12 @@ def test_crop_finds_its_offset_in_nets_of_fcn_and_crf_as_rnn() -> None:
     assert upgraded(f'layer {{ type: "Crop" }} {crf}') == net(f'layer {{ type: "AutoCrop" }} {crf}')
     for kept in (f'layer {{ type: "Crop" {offset} }} {crf}', 'layer { type: "Crop" }'):
         assert upgraded(kept) == net(kept)
+
+
+def test_reshape_with_a_pixelshuffler_is_a_pixel_shuffle() -> None:
+    kept = 'layer { type: "Reshape" reshape_param { pixelshuffler: 1 } }'
+    assert upgraded(kept) == net(kept)
+    assert upgraded(kept.replace(": 1", ": 2")) == net(kept.replace(": 1", ": 2").replace("Reshape", "PixelShuffle"))
 
 
 def test_bn_stats_batch_size_moves_to_the_layers() -> None:
