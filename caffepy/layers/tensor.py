@@ -690,6 +690,7 @@ def consecutive_parts(
 class ParameterLayer(Layer):
     """y = a learned parameter of shape `parameter_param.shape`, initially 0 (Caffe's `parameter_layer.hpp`).
 
+    With `blob_filler` it has other initial values (several forks).
     The top shares the parameter's data: what a program writes there after a pass changes the parameter.
     """
 
@@ -698,7 +699,7 @@ class ParameterLayer(Layer):
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         shape = tuple(self.param.parameter_param.shape.dim)
         check_shape(shape, self.where)
-        self.add_parameter(shape, caffe_pb2.FillerParameter())
+        self.add_parameter(shape, self.param.parameter_param.blob_filler)
         top[0].reshape(shape)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:

@@ -98,6 +98,7 @@ CASES: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
     ('type: "SeLU"', (IMAGE,)),
     ('type: "SeLu" selu_param { alpha: 0.5 lambda: 2 }', (IMAGE,)),
     ('type: "SeLUDropout"', (IMAGE,)),
+    ('type: "SpatialDropout"', (IMAGE,)),
     ('type: "SeLuDropout"', (IMAGE,)),
     ('type: "InnerProduct" inner_product_param { num_output: 5 normalize: true }', (IMAGE,)),
     ('type: "InnerProduct" inner_product_param { num_output: 5 normalize: true transpose: true axis: 2 }', (IMAGE,)),

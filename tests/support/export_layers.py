@@ -328,6 +328,9 @@ TEMPLATES: dict[str, list[Template]] = {
         ),
         ("st_param { theta_2_3: 0.3 }", "2x3x5x4", "2x5"),
     ],
+    "SpatialDropout": [
+        ("dropout_param { dropout_ratio: <0.3|0.5> <|scale_train: false> <|||sample_weights_test: true> }", "image")
+    ],
     "Split": [("tops:2", "any"), ("tops:3", "any")],
     "Swish": [("swish_param { beta: <1|1.5> }", "any")],
     "TanH": [("", "any")],

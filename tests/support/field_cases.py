@@ -371,6 +371,7 @@ CASES = (
         "unpool: AVE | kernel_size: 4 | stride: 1 | unpool_size: 14 | pad: 1 | pad_h: 1 | pad_w: 1",
         "kernel_size: 3 stride: 2",
     ),
+    case("SpatialDropout", IMAGE, "dropout_param", "dropout_ratio: 0.9"),
     case("Unpooling", IMAGE, "unpooling_param", "kernel_h: 4 | kernel_w: 4", "unpool: AVE kernel_h: 2 kernel_w: 2"),
     case("Unpooling", IMAGE, "unpooling_param", "stride_h: 3 | stride_w: 3", "kernel_size: 2 stride_h: 2 stride_w: 2"),
     case("Unpooling", IMAGE, "unpooling_param", "unpool_h: 8 | unpool_w: 8", "kernel_size: 2 unpool_h: 7 unpool_w: 7"),
@@ -399,7 +400,7 @@ CASES = (
         "spatial_scale: 1 output_dim: 1 group_size: 2",
     ),
     case("SPP", IMAGE, "spp_param", "pyramid_height: 1 | pool: AVE", "pyramid_height: 2"),
-    case("Parameter", "", "parameter_param", "shape { dim: 3 }", "shape { dim: 2 }"),
+    case("Parameter", "", "parameter_param", "shape { dim: 3 } | blob_filler { value: 2 }", "shape { dim: 2 }"),
     Case(
         'type: "SoftmaxWithLoss"',
         "2x3x2 2x2L3",
