@@ -59,7 +59,8 @@ _LOGGED = {
 _NO_MEANING = {
     "caffe-windows declares it and never reads it, or reads it where it cannot act": (
         "LabelSpecificAddParameter.transform_test InnerDistanceParameter.bias_term InnerDistanceParameter.bias_filler "
-        "InnerDistanceParameter.transpose ChannelScaleParameter.init_global_scale GeneralContrastiveParameter.square"
+        "InnerDistanceParameter.transpose ChannelScaleParameter.init_global_scale GeneralContrastiveParameter.square "
+        "LabelSpecificRescaleParameter.positive_lower_bound LabelSpecificRescaleParameter.negative_upper_bound"
     ),
     "caffepy limits the workspaces of convolutions by the memory that is free": "SolverParameter.richness",
     "caffepy finds the devices of a host by itself": "SolverParameter.group_id",

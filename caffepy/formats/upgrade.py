@@ -46,7 +46,9 @@ SOLVER_TYPES = {
 
 TRAIN_NETS = ("net_param", "train_net_param", "test_net_param")
 """Fields of a solver that hold nets."""
-_OF_CAFFE_WINDOWS = frozenset({"ChannelScale", "GlobalLSEMargin", "InnerDistance", "LabelSpecificAdd"})
+_OF_CAFFE_WINDOWS = frozenset(
+    {"ChannelScale", "GlobalLSEMargin", "InnerDistance", "LabelSpecificAdd", "LabelSpecificRescale"}
+)
 """Types that show that a net is for caffe-windows."""
 
 

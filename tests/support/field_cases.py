@@ -108,6 +108,28 @@ FACE_CASES = (
         tops=2,
     ),
     case(
+        "LabelSpecificRescale",
+        "4x3 4L3",
+        "label_specific_rescale_param",
+        "positive_weight: 3 | negative_weight: 2 | for_ip: true | positive_weight_base: 4 | bias_fix: true "
+        "| power_on_positive: true",
+        "positive_weight: 2",
+    ),
+    case(
+        "LabelSpecificRescale",
+        "4x3 4L3",
+        "label_specific_rescale_param",
+        "gamma: 2 | power: 2 | positive_weight_min: 8 | positive_weight_max: 0.5 | iteration: 3",
+        "positive_weight_base: 4 gamma: 1",
+    ),
+    Case(
+        'type: "LabelSpecificRescale" label_specific_rescale_param { positive_weight: 2 }',
+        "4x3 4L3",
+        "label_specific_rescale_param",
+        "rescale_test: true",
+        caffe_pb2.TEST,
+    ),
+    case(
         "InnerDistance",
         "4x2x3",
         "inner_distance_param",
