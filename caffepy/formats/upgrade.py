@@ -75,6 +75,7 @@ def upgrade_net(param: NetParameter, origin: str) -> None:
     _mark_feature_normalize(param)
     _crop_by_position(param)
     _name_pixel_shuffles(param)
+    _name_batch_norms(param)
     log_ignored_fields(param, origin)
     _warn_about_ignored_transforms(param, origin)
     find_positions(param)
@@ -121,6 +122,22 @@ def _name_pixel_shuffles(param: NetParameter) -> None:
     for layer in param.layer:
         if layer.type == "Reshape" and layer.reshape_param.pixelshuffler != 1:
             layer.type = "PixelShuffle"
+
+
+LEAST_EPSILON = 1e-5
+"""The least epsilon that cuDNN takes."""
+
+
+def _name_batch_norms(param: NetParameter) -> None:
+    """Make GENet's CuDNNBatchNorm a BN, with the settings of `cudnn_batch_norm_param` in `bn_param`."""
+    for layer in param.layer:
+        if layer.type == "CuDNNBatchNorm":
+            own, new = layer.cudnn_batch_norm_param, layer.bn_param
+            layer.type = "BN"
+            new.slope_filler.CopyFrom(own.scale_filler)
+            new.bias_filler.CopyFrom(own.bias_filler)
+            new.momentum, new.eps, new.frozen = own.momentum, max(own.eps, LEAST_EPSILON), own.frozen
+            layer.ClearField("cudnn_batch_norm_param")
 
 
 def upgrade_solver(param: SolverParameter, origin: str) -> None:

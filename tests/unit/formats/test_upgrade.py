@@ -294,6 +294,21 @@ def test_reshape_with_a_pixelshuffler_is_a_pixel_shuffle() -> None:
     assert upgraded(kept.replace(": 1", ": 2")) == net(kept.replace(": 1", ": 2").replace("Reshape", "PixelShuffle"))
 
 
+def test_genets_batch_norm_is_bn() -> None:
+    old = (
+        'layer { type: "CuDNNBatchNorm" cudnn_batch_norm_param { scale_filler { value: 1 } bias_filler { value: 2 } '
+        "momentum: 0.5 eps: %s frozen: true } }"
+    )
+    new = (
+        'layer { type: "BN" bn_param { slope_filler { value: 1 } bias_filler { value: 2 } '
+        "momentum: 0.5 eps: %s frozen: true } }"
+    )
+    assert upgraded(old % "0.01") == net(new % "0.01")
+    assert upgraded(old % "1e-9") == net(new % "1e-5")
+    defaults = "slope_filler {} bias_filler {} momentum: 0.999 eps: 1e-5 frozen: false"
+    assert upgraded('layer { type: "CuDNNBatchNorm" }') == net(f'layer {{ type: "BN" bn_param {{ {defaults} }} }}')
+
+
 def test_bn_stats_batch_size_moves_to_the_layers() -> None:
     own = 'layer { type: "BatchNorm" batch_norm_param { stats_batch_size: %d } }'
     assert upgraded(f'bn_stats_batch_size: 4 layer {{ type: "BatchNorm" }} {own % 8} layer {{ type: "ReLU" }}') == net(
