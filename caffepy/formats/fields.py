@@ -59,7 +59,8 @@ _LOGGED = {
 _NO_MEANING = {
     "caffe-windows declares it and never reads it, or reads it where it cannot act": (
         "LabelSpecificAddParameter.transform_test InnerDistanceParameter.bias_term InnerDistanceParameter.bias_filler "
-        "InnerDistanceParameter.transpose ChannelScaleParameter.init_global_scale GeneralContrastiveParameter.square"
+        "InnerDistanceParameter.transpose ChannelScaleParameter.init_global_scale GeneralContrastiveParameter.square "
+        "LabelSpecificRescaleParameter.positive_lower_bound LabelSpecificRescaleParameter.negative_upper_bound"
     ),
     "caffepy limits the workspaces of convolutions by the memory that is free": "SolverParameter.richness",
     "caffepy finds the devices of a host by itself": "SolverParameter.group_id",
@@ -120,7 +121,7 @@ _NO_MEANING = {
         "ConvolutionParameter.engine PoolingParameter.engine LRNParameter.engine BatchNormParameter.engine "
         "DropoutParameter.engine ReLUParameter.engine SigmoidParameter.engine TanHParameter.engine "
         "SoftmaxParameter.engine SPPParameter.engine BNParameter.engine ConcatParameter.engine EltwiseParameter.engine "
-        "InnerProductParameter.engine"
+        "InnerProductParameter.engine UnpoolingParameter.engine"
     ),
     "it says how Intel Caffe quantises; arithmetic is always in single precision": (
         "QuantizationParameter.precision QuantizationParameter.rounding_scheme QuantizationParameter.bw_layer_in "
@@ -133,6 +134,13 @@ _NO_MEANING = {
         "MultinodeParameter.model_parallel MultinodeParameter.compress_layer_type_list "
         "MnModelParallelParameter.layer_from MnModelParallelParameter.layer_to MnModelParallelParameter.num_nodes "
         "MnModelParallelParameter.model_parts MnParamGradCompressLayerTypeList.layer_type"
+    ),
+    "the Caffes of CRF as RNN declare it and do not read it; its only value is the default": (
+        "MultiStageMeanfieldParameter.compatibility_mode"
+    ),
+    "the Caffes of CRF as RNN declare it and do not read it": (
+        "MultiStageMeanfieldParameter.threshold MultiStageMeanfieldParameter.forced_spatial_filter_weight "
+        "MultiStageMeanfieldParameter.forced_bilateral_filter_weight"
     ),
     "SegNet declares it and never reads it": "DenseImageDataParameter.mean_file",
     "caffe_ocr does not read it: the kernels are 3 x 3, and the channels are the bottom's": (

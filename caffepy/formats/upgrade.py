@@ -48,7 +48,9 @@ SOLVER_TYPES = {
 
 TRAIN_NETS = ("net_param", "train_net_param", "test_net_param")
 """Fields of a solver that hold nets."""
-_OF_CAFFE_WINDOWS = frozenset({"ChannelScale", "GlobalLSEMargin", "InnerDistance", "LabelSpecificAdd"})
+_OF_CAFFE_WINDOWS = frozenset(
+    {"ChannelScale", "GlobalLSEMargin", "InnerDistance", "LabelSpecificAdd", "LabelSpecificRescale"}
+)
 """Types that show that a net is for caffe-windows."""
 _OF_YOLO_OUTPUT = ("side", "num_classes", "num_box", "coords", "confidence_threshold", "nms_threshold", "biases")
 """Fields of DetectionOutput in caffe-yolov2, by their names in YoloDetectionOutput; `classes` is caffe_yolo_v2's."""
@@ -77,6 +79,8 @@ def upgrade_net(param: NetParameter, origin: str) -> None:
         log.info("Upgraded from an older format in %s: %s", origin, ", ".join(steps))
     _mark_feature_normalize(param)
     _mark_yolo_output(param)
+    _crop_by_position(param)
+    _name_pixel_shuffles(param)
     log_ignored_fields(param, origin)
     _warn_about_ignored_transforms(param, origin)
     find_positions(param)
@@ -121,6 +125,21 @@ def _mark_feature_normalize(param: NetParameter) -> None:
         for layer in param.layer:
             if layer.type == "Normalize" and not layer.HasField("norm_param"):
                 layer.normalize_param.SetInParent()
+
+
+def _crop_by_position(param: NetParameter) -> None:
+    """Let Crop without `crop_param` find its offset in a net for the Caffe of CRF as RNN, as that Caffe's does."""
+    if any(layer.type == "MultiStageMeanfield" for layer in param.layer):
+        for layer in param.layer:
+            if layer.type == "Crop" and not layer.HasField("crop_param"):
+                layer.type = "AutoCrop"
+
+
+def _name_pixel_shuffles(param: NetParameter) -> None:
+    """Give caffe_srgan's Reshape with `pixelshuffler` the type of what it does."""
+    for layer in param.layer:
+        if layer.type == "Reshape" and layer.reshape_param.pixelshuffler != 1:
+            layer.type = "PixelShuffle"
 
 
 def upgrade_solver(param: SolverParameter, origin: str) -> None:
@@ -453,6 +472,12 @@ V1_TYPES = {
     V1LayerParameter.CONVOLUTION3D: "Convolution3D",
     V1LayerParameter.POOLING3D: "Pooling3D",
     V1LayerParameter.DECONVOLUTION3D: "Deconvolution3D",
+    V1LayerParameter.CROP: "AutoCrop",
+    V1LayerParameter.ELTWISE_ACCURACY: "EltwiseAccuracy",
+    V1LayerParameter.UNPOOLING: "Unpooling",
+    V1LayerParameter.BN: "BN",
+    V1LayerParameter.WINDOW_SEG_DATA: "WindowSegData",
+    V1LayerParameter.MULTI_STAGE_MEANFIELD: "MultiStageMeanfield",
     V1LayerParameter.VIDEO_DATA: "VideoData",
     V1LayerParameter.VIDEO_SEGMENTATION_DATA: "VideoSegmentationData",
     V1LayerParameter.VIDEO_WITH_VOXEL_TRUTH_DATA: "VideoWithVoxelTruthData",
@@ -472,6 +497,7 @@ TRANSFORM_HOLDERS = {
     V1LayerParameter.DATA: "data_param",
     V1LayerParameter.IMAGE_DATA: "image_data_param",
     V1LayerParameter.IMAGE_SEG_DATA: "image_data_param",
+    V1LayerParameter.WINDOW_SEG_DATA: "image_data_param",
     V1LayerParameter.WINDOW_DATA: "window_data_param",
     V1LayerParameter.VIDEO_DATA: "image_data_param",
     V1LayerParameter.VIDEO_SEGMENTATION_DATA: "image_data_param",

@@ -86,11 +86,12 @@ OF_NVIDIA = frozenset(
         "VideoData",
     ]
 )
-OF_FORKS = {"DenseCRF": "DeepLab and PSPNet"}
+OF_FORKS = {"DenseCRF": "DeepLab and PSPNet", "WindowSegData": "DeconvNet"}
 """Types of forks that caffepy refuses by name, and the projects that have them."""
 _ADVICE = {
     "TRT": "it runs a net with TensorRT; run the net that its deploy field names instead",
     "DenseCRF": "remove it, and refine the scores with a program for conditional random fields (pydensecrf)",
+    "WindowSegData": "cut the windows out of the images and labels once, and read the parts with ImageSegData",
 }
 
 

@@ -690,7 +690,7 @@ def consecutive_parts(
 class ParameterLayer(Layer):
     """y = a learned parameter of shape `parameter_param.shape` (Caffe's `parameter_layer.hpp`).
 
-    It is initially 0, or as `filler` says (`parameter_layer.hpp` of OpenVINO's training toolbox).
+    It is initially 0, or as `filler` (`parameter_layer.hpp` of OpenVINO's training toolbox) or `blob_filler` says.
     The top shares the parameter's data: what a program writes there after a pass changes the parameter.
     """
 
@@ -699,7 +699,8 @@ class ParameterLayer(Layer):
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         shape = tuple(self.param.parameter_param.shape.dim)
         check_shape(shape, self.where)
-        self.add_parameter(shape, self.param.parameter_param.filler)
+        param = self.param.parameter_param
+        self.add_parameter(shape, param.filler if param.HasField("filler") else param.blob_filler)
         top[0].reshape(shape)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:

@@ -111,6 +111,28 @@ FACE_CASES = (
         tops=2,
     ),
     case(
+        "LabelSpecificRescale",
+        "4x3 4L3",
+        "label_specific_rescale_param",
+        "positive_weight: 3 | negative_weight: 2 | for_ip: true | positive_weight_base: 4 | bias_fix: true "
+        "| power_on_positive: true",
+        "positive_weight: 2",
+    ),
+    case(
+        "LabelSpecificRescale",
+        "4x3 4L3",
+        "label_specific_rescale_param",
+        "gamma: 2 | power: 2 | positive_weight_min: 8 | positive_weight_max: 0.5 | iteration: 3",
+        "positive_weight_base: 4 gamma: 1",
+    ),
+    Case(
+        'type: "LabelSpecificRescale" label_specific_rescale_param { positive_weight: 2 }',
+        "4x3 4L3",
+        "label_specific_rescale_param",
+        "rescale_test: true",
+        caffe_pb2.TEST,
+    ),
+    case(
         "InnerDistance",
         "4x2x3",
         "inner_distance_param",
@@ -394,6 +416,18 @@ CASES = (
         "zoom_factor: 3 shrink_factor: 2",
     ),
     case("Upsample", IMAGE, "upsample_param", "scale: 3", "scale: 2"),
+    case(
+        "Unpooling",
+        IMAGE,
+        "unpooling_param",
+        "unpool: AVE | kernel_size: 4 | stride: 1 | unpool_size: 14 | pad: 1 | pad_h: 1 | pad_w: 1",
+        "kernel_size: 3 stride: 2",
+    ),
+    case("SpatialDropout", IMAGE, "dropout_param", "dropout_ratio: 0.9"),
+    case("Unpooling", IMAGE, "unpooling_param", "kernel_h: 4 | kernel_w: 4", "unpool: AVE kernel_h: 2 kernel_w: 2"),
+    case("Unpooling", IMAGE, "unpooling_param", "stride_h: 3 | stride_w: 3", "kernel_size: 2 stride_h: 2 stride_w: 2"),
+    case("Unpooling", IMAGE, "unpooling_param", "unpool_h: 8 | unpool_w: 8", "kernel_size: 2 unpool_h: 7 unpool_w: 7"),
+    case("EltwiseAccuracy", "2x3x2x2 2x1x2x2L3", "eltwise_accuracy_param", "top_k: 2 | ignore_label: 1"),
     case("Upsample", IMAGE, "upsample_param", "scale_h: 3 | scale_w: 3", "scale_h: 2 scale_w: 2"),
     case("Upsample", IMAGE + " 2x4x6x6L144", "upsample_param", "pad_out_h: true | pad_out_w: true", "scale: 2"),
     case(
@@ -418,7 +452,13 @@ CASES = (
         "spatial_scale: 1 output_dim: 1 group_size: 2",
     ),
     case("SPP", IMAGE, "spp_param", "pyramid_height: 1 | pool: AVE", "pyramid_height: 2"),
-    case("Parameter", "", "parameter_param", "shape { dim: 3 } | filler { value: 2 }", "shape { dim: 2 }"),
+    case(
+        "Parameter",
+        "",
+        "parameter_param",
+        "shape { dim: 3 } | filler { value: 2 } | blob_filler { value: 2 }",
+        "shape { dim: 2 }",
+    ),
     Case(
         'type: "SoftmaxWithLoss"',
         "2x3x2 2x2L3",
@@ -525,6 +565,8 @@ CASES = (
         "name: 'other' | type: 'Softmax' | loss_weight: 2 | param { lr_mult: 0 } |"
         "include { phase: TEST } | exclude { phase: TRAIN } | bottom: 'none' | top: 'other'",
     ),
+    case("PixelShuffle", "2x8x2x3", "reshape_param", "pixelshuffler: 1", "pixelshuffler: 2"),
+    case("CropCenter", "3x4", "crop_center_param", "crop_size: 1 crop_size: 0", "crop_size: 0 crop_size: 1"),
     case("Reorg", "2x8x4x4", "reorg_param", "stride: 1 | reverse: true", "stride: 2"),
     case("Region", "1x14x2x2", "region_param", "softmax: true", "boxes_of_each_grid: 2 classes: 2"),
     case("Region", "1x14x2x2", "region_param", "boxes_of_each_grid: 1 classes: 9", "boxes_of_each_grid: 2 classes: 2"),
@@ -585,6 +627,14 @@ CASES = (
         GRID,
     ),
     case("YoloSeg", "2x3x4x4 2x3x4x4", "yolo_seg_param", "object_scale: 3"),
+    case(
+        "MultiStageMeanfield",
+        "1x2x3x4 1x2x3x4 1x3x3x4",
+        "multi_stage_meanfield_param",
+        "theta_alpha: 1 | theta_beta: 1 | theta_gamma: 1 | num_iterations: 1 | spatial_filter_weight: 2 "
+        "| bilateral_filter_weight: 2",
+        "theta_alpha: 3 theta_beta: 0.5 theta_gamma: 2 num_iterations: 2",
+    ),
     case("SegmentationEvaluate", "2x3x4x4 2x3x4x4", "segmentation_evaluate_param", "threshold: 0.1"),
     case("FocalLoss", "4x3 4L3", "focal_loss_param", "gamma: 3 | alpha: 0.5"),
 )

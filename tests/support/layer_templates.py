@@ -234,18 +234,8 @@ EXPORT: dict[str, list[Template]] = {
         ),
         ("channel_scale_param { global_scale: true max_global_scale: 9 min_global_scale: 0 }", "4x3", "4"),
     ],
-<<<<<<< HEAD:tests/support/export_layers.py
-    "Clip": [("clip_param { min: <-0.5|0> max: <0.3|2> }", "any")],
-    "Concat": [
-        ("concat_param { axis: <0|1|1|2|-1> }", "any", "same"),
-        ("concat_param { axis: 1 }", "any"),
-        ("concat_param { concat_dim: <0|1|2> }", "image", "same", "same"),
-        ("concat_param { per_fla_fuse: true }", "image", "Nx2x3x2"),
-    ],
-    "ContinuationIndicator": [("continuation_indicator_param { time_step: <1|3> batch_size: 2 }",)],
-=======
     "Concat": [("concat_param { per_fla_fuse: true }", "image", "Nx2x3x2")],
->>>>>>> h-A:tests/support/layer_templates.py
+    "ContinuationIndicator": [("continuation_indicator_param { time_step: <1|3> batch_size: 2 }",)],
     "Convolution": [
         (f"convolution_param {{ {OUTPUTS} <kernel_size: 2|kernel_size: 1 stride: 2> }}", "clip"),
         (f"convolution_param {{ {OUTPUTS} kernel_size: 2 }}", "3x2x7"),
@@ -261,7 +251,6 @@ EXPORT: dict[str, list[Template]] = {
         ("", "image", "same"),
     ],
     "Deconvolution3D": [(f"convolution3d_param {{ {CLIP} }}", "clip"), (f"convolution_param {{ {CLIP} }}", "clip")],
-<<<<<<< HEAD:tests/support/export_layers.py
     "DenseBlock": [
         (
             "denseblock_param { numTransition: <1|3> growthRate: <1|2> use_BC: <true|false> use_dropout: <true|false> "
@@ -269,9 +258,6 @@ EXPORT: dict[str, list[Template]] = {
             "image",
         )
     ],
-    "DepthwiseConvolution": [(f"convolution_param {{ num_output: $C group: $C {CONVOLUTION} }}", "image")],
-=======
->>>>>>> h-A:tests/support/layer_templates.py
     "DetectionOutput": [
         *[(DETECTION.format("true"), "2x80", "2x60", "1x2x80")] * 3,
         (DETECTION.format("false"), "2x240", "2x60", "1x2x80"),
@@ -402,6 +388,7 @@ EXPORT: dict[str, list[Template]] = {
     "ROIPooling": [
         ("roi_pooling_param { pooled_h: 2 pooled_w: 3 spatial_scale: 0.5 pad_ratio: <0.25|1.5> }", "image", "7x5x1x1"),
     ],
+    "PixelShuffle": [("reshape_param { pixelshuffler: <1|2> }", "2x8x4x6")],
     "Resample": [
         (
             "resample_param { height: <3|7|9> width: <2|5|8> <|type: <NEAREST|LINEAR|CUBIC>> antialias: <true|false> }",
@@ -431,6 +418,9 @@ EXPORT: dict[str, list[Template]] = {
             "<2x1|2x2>",
         ),
         ("st_param { theta_2_3: 0.3 }", "2x3x5x4", "2x5"),
+    ],
+    "SpatialDropout": [
+        ("dropout_param { dropout_ratio: <0.3|0.5> <|scale_train: false> <|||sample_weights_test: true> }", "image")
     ],
     "Transpose": [
         ("transpose_param { dim: 3 dim: 2 dim: 0 dim: 1 }", "image"),

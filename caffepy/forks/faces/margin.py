@@ -1,7 +1,7 @@
 """Layers with margins for faces: fully connected layers, and margins on the label's score before a softmax loss.
 
-The fully connected layers are MarginInnerProduct, LargeMarginInnerProduct and InnerDistance. LabelSpecificAdd and
-GlobalLSEMargin change the label's score.
+The fully connected layers are MarginInnerProduct, LargeMarginInnerProduct and InnerDistance. LabelSpecificAdd,
+LabelSpecificRescale and GlobalLSEMargin change the label's score.
 """
 
 from __future__ import annotations
@@ -556,6 +556,18 @@ def with_bias(x: Each, hot: Each, bias: Scalar) -> Each:
 
 
 @expression
+def rescaled(
+    x: Each, hot: Each, positive: Scalar, negative: Scalar, above: Scalar, power: Scalar, fix: Scalar
+) -> tuple[Each, Each]:
+    changes = hot > 0 and (x > 0 or above == 0)
+    raised = fabs(x) ** positive if power > 0 else x * positive + fix * (1 - positive)
+    value = -raised if power > 0 and x < 0 else raised
+    slope = positive * fabs(x) ** (positive - 1) if power > 0 else positive
+    factor = 1.0 if hot > 0 else negative
+    return (value if changes else x * factor), (slope if changes else factor)
+
+
+@expression
 def other_score(x: Each, hot: Each) -> Each:
     return -1.0 if hot > 0 else max(x, -1.0)
 
@@ -583,6 +595,9 @@ def with_margin(x: Each, hot: Each, scale: Channel, margin: Scalar) -> Each:
 @expression
 def ratio_gradient(dy: Each, y: Each, scale: Channel) -> Each:
     return dy * y / scale
+
+
+LARGEST = float(np.finfo(np.float32).max)
 
 
 class LabelScoresLayer(Layer):
@@ -669,6 +684,72 @@ class LabelSpecificAddLayer(LabelScoresLayer):
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         if propagate_down[0] and top[0] is not bottom[0]:
+            self.backend.copy(top[0].diff, bottom[0].diff)
+
+
+@register_layer("LabelSpecificRescale")
+class LabelSpecificRescaleLayer(LabelScoresLayer):
+    """In TRAIN, and with `rescale_test` in TEST, y = w x for the label, y = negative_weight * x for the others.
+
+    Shapes: x and y (N, ...), one label for each sample. w is `positive_weight`. In TRAIN with `positive_weight_base` it
+    is positive_weight_base * (1 + gamma * n)^-power, not below positive_weight_min nor above positive_weight_max where
+    they are given, in pass n, counted from `iteration` + 1. For the label, `bias_fix` gives w x + 1 - w, and
+    `power_on_positive` sign(x) |x|^w. With `for_ip` a label's x of 0 or less stays. A second top (1,) holds w. dx is
+    dy times the derivative (`label_specific_rescale_layer.cpp` of caffe-windows).
+
+    Raises:
+        ShapeError: there is not one label for each sample.
+        DataError: a label is outside the classes.
+    """
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.label_specific_rescale_param
+        training = self.context.phase == caffe_pb2.TRAIN
+        self._changes = training or param.rescale_test
+        self._follows_pass = training and param.HasField("positive_weight_base")
+        self._number = PassNumber(self)
+        self._weight = self.backend.zeros(())
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        super().reshape(bottom, top)
+        self._slopes = self.scratch("slopes", self._hot.shape)
+        if len(top) > 1:
+            top[1].reshape((1,))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        backend, param = self.backend, self.param.label_specific_rescale_param
+        self._set_weight()
+        if self._changes:
+            x, hot = self._x.load(bottom[0].data), self.mark_labels(bottom)
+            switches = (float(param.for_ip), float(param.power_on_positive), float(param.bias_fix))
+            inputs = (x, hot, self._weight, param.negative_weight, *switches)
+            backend.apply(rescaled, inputs, (self._y.target(top[0].data), self._slopes.array))
+            self._y.store(top[0].data)
+        elif top[0] is not bottom[0]:
+            backend.copy(bottom[0].data, top[0].data)
+        if len(top) > 1:
+            backend.copy(self._weight.reshape(1), top[1].data)
+
+    def _set_weight(self) -> None:
+        """Compute w of this pass."""
+        param = self.param.label_specific_rescale_param
+        if not self._follows_pass:
+            self.backend.fill(self._weight, param.positive_weight)
+            return
+        least = param.positive_weight_min if param.HasField("positive_weight_min") else -LARGEST
+        most = param.positive_weight_max if param.HasField("positive_weight_max") else LARGEST
+        settings = (float(param.iteration), param.positive_weight_base, param.gamma, param.power, least)
+        self.backend.apply(annealed, (self._number.load(), *settings), (self._weight,))
+        self.backend.apply(limited, (self._weight, least, most), (self._weight,))
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        if not propagate_down[0]:
+            return
+        if self._changes:
+            dy = self._dy.load(top[0].diff)
+            self.backend.apply(product, (dy, self._slopes.array), (self._dx.target(bottom[0].diff),))
+            self._dx.store(bottom[0].diff)
+        elif top[0] is not bottom[0]:
             self.backend.copy(top[0].diff, bottom[0].diff)
 
 

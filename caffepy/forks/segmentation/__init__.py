@@ -1,1 +1,1 @@
-"""Nets that label each pixel: SegNet, PSPNet, DeepLab."""
+"""Nets that label each pixel: SegNet, PSPNet, DeepLab, DeconvNet, CRF as RNN."""

@@ -1,4 +1,4 @@
-"""SegAccuracy and SegmentationEvaluate: how well a segmentation agrees with its labels."""
+"""SegAccuracy, SegmentationEvaluate and EltwiseAccuracy: how well a segmentation agrees with its labels."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from caffepy.backend import Array, Each, Scalar, expression
 from caffepy.backend.formulas import identity, product, ratio_or_zero
 from caffepy.data.images import resize
 from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.accuracy import AccuracyLayer
 from caffepy.layers.host import HostLayer
 from caffepy.layers.layer import Blobs, Layer, LayerContext, LayoutAdapter, register_layer
 from caffepy.layers.loss import Labels
@@ -194,3 +195,23 @@ class SegmentationEvaluateLayer(HostLayer):
         if shared:
             return shared / (int(found.sum()) + int(wanted.sum()) - shared)
         return -1.0 if resized and not wanted.any() else 0.0
+
+
+@register_layer("EltwiseAccuracy")
+class EltwiseAccuracyLayer(AccuracyLayer):
+    """Accuracy with the settings in `eltwise_accuracy_param` (DeconvNet's `eltwise_accuracy_layer.cpp`).
+
+    Bottoms: scores (N, C, H, W) and labels (N, 1, H, W). The top is (). Pixels whose label is `ignore_label` do not
+    count.
+
+    Raises:
+        ShapeError: top_k exceeds the number of classes, or the number of labels is not the number of pixels.
+        DataError: a label is outside the classes.
+    """
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        own = self.param.eltwise_accuracy_param
+        self.param.accuracy_param.top_k = own.top_k
+        if own.HasField("ignore_label"):
+            self.param.accuracy_param.ignore_label = own.ignore_label
+        super().setup(bottom, top)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from caffepy.layers.export_rules import (
     INT64,
     ONNX,
@@ -69,6 +71,9 @@ exports(
 )(lambda view: view.as_type("BatchNorm"))
 
 
+ONNX.exports("SpatialDropout", form="nothing, or Mul with scale_train: false")(lambda view: view.as_type("Dropout"))
+
+
 # -- PyTorch -------------------------------------------------------------------------------------------
 
 
@@ -90,3 +95,11 @@ def torch_upsample(code: TorchLayer) -> str:
         return code.apply(call("Unpool", *size), *code.inputs)
     factors = [out // own for out, own in zip(size, code.bottoms[0].shape[2:], strict=True)]
     return code.apply(call("nn.Upsample", scale_factor=pair(factors)))
+
+
+@TORCH.exports("SpatialDropout", form="nn.Dropout1d, Dropout2d or Dropout3d; with scale_train: false a factor")
+def torch_spatial_dropout(code: TorchLayer) -> str | Sequence[str] | None:
+    param = code.param.dropout_param
+    if not param.scale_train or param.sample_weights_test or code.rank not in (3, 4, 5):
+        return code.as_type("Dropout")
+    return code.apply(call(f"nn.Dropout{code.rank - 2}d", param.dropout_ratio))

@@ -1,10 +1,14 @@
-"""Interp and Upsample: bilinear resizing, max unpooling, and nearest-neighbour upsampling."""
+"""Interp, Upsample and Unpooling: bilinear resizing, max unpooling, and nearest-neighbour upsampling."""
 
 from __future__ import annotations
+
+import math
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.formats.proto.caffe_pb2 import UnpoolingParameter
 from caffepy.layers.layer import Blobs, Layer, register_layer
 from caffepy.layers.loss import IndexCheck
 from caffepy.layers.spatial_map import SpatialMap
@@ -131,6 +135,8 @@ class UpsampleLayer(Layer):
     bottoms = (1, 2)
     exact_bottoms = frozenset({1})
 
+    size_settings: ClassVar[str] = "scale, pad_out_h, pad_out_w, upsample_h and upsample_w"
+    """What sets the size of the top, for messages."""
     _shape: tuple[int, ...] | None = None
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
@@ -140,7 +146,7 @@ class UpsampleLayer(Layer):
             self._check = IndexCheck(
                 self,
                 f"element {{}} of the mask '{bottom[1].title}' is outside of the top; set the pooled image's "
-                "size by scale, pad_out_h, pad_out_w, upsample_h and upsample_w",
+                f"size by {self.size_settings}",
             )
 
     def _check_settings(self, masked: bool) -> None:
@@ -200,3 +206,85 @@ class UpsampleLayer(Layer):
     def raise_device_errors(self) -> None:
         if len(self.param.bottom) > 1:
             self._check.raise_device_errors()
+
+
+@register_layer("Unpooling")
+class UnpoolingLayer(UpsampleLayer):
+    """The inverse of pooling (DeconvNet's `unpooling_layer.cpp`; Noh et al. 2015).
+
+    x is (N, C, H, W). With a second bottom, the mask that MAX pooling writes to its second top, y[n, c, mask] = x as in
+    Upsample. Without it, pixel (h, w) of x goes to the window of `kernel_size` at (h, w) * `stride`: MAX sets the
+    window's first pixel, AVE all of them to x / (their number in the window), TILE all of them to x. Where windows
+    overlap, their values add up. The size of y is `unpool_size`, or max((H - 1) * stride + kernel_size, H * stride + 1)
+    and the same with W. Pixels outside y are left out. (The fork divides TILE's gradient by the window's size; here it
+    is the derivative.)
+
+    Raises:
+        ConfigError: a size is missing or given twice, pad is not 0, or a mask is given without MAX.
+        ShapeError: the bottom does not have four axes, the mask has another shape, or a window begins outside y.
+        DataError: an element of the mask is outside the top.
+    """
+
+    size_settings = "unpool_size"
+
+    def _check_settings(self, masked: bool) -> None:
+        param = self.param.unpooling_param
+        self._kernel = self._pair("kernel_size", "kernel_h", "kernel_w")
+        self._stride = self._pair("stride", "stride_h", "stride_w")
+        sized = any(param.HasField(name) for name in ("unpool_size", "unpool_h", "unpool_w"))
+        self._unpooled = self._pair("unpool_size", "unpool_h", "unpool_w") if sized else None
+        if any((param.pad, param.pad_h, param.pad_w)):
+            raise self.error("pad of unpooling_param must be 0, as in DeconvNet's Caffe; leave it out")
+        if masked and param.unpool != UnpoolingParameter.MAX:
+            raise self.error("only unpool: MAX reads a mask; leave out the second bottom")
+
+    def _pair(self, both: str, height: str, width: str) -> tuple[int, int]:
+        """A size of unpooling_param, rows first."""
+        param = self.param.unpooling_param
+        split = [param.HasField(height), param.HasField(width)]
+        if any(split) and (not all(split) or param.HasField(both)):
+            raise self.error(f"give unpooling_param either {both}, or {height} and {width}")
+        names = (height, width) if any(split) else (both, both)
+        found = (getattr(param, names[0]), getattr(param, names[1]))
+        if min(found) < 1:
+            raise self.error(f"{both} of unpooling_param must be at least 1")
+        return found
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        shape = bottom[0].shape
+        if len(shape) != 4:
+            raise self.shape_error("the bottom must have four axes, (N, C, H, W)", bottom[0])
+        if len(bottom) > 1 and bottom[1].shape != shape:
+            raise self.shape_error("the mask must have the first bottom's shape", bottom[0], bottom[1])
+        needed = [
+            max((size - 1) * stride + kernel, size * stride + 1)
+            for size, stride, kernel in zip(shape[2:], self._stride, self._kernel, strict=True)
+        ]
+        height, width = self._unpooled or needed
+        if len(bottom) == 1 and (
+            (shape[2] - 1) * self._stride[0] >= height or (shape[3] - 1) * self._stride[1] >= width
+        ):
+            raise self.shape_error(f"unpool_size {height} x {width} is too small for the windows", bottom[0])
+        top[0].reshape((*shape[:2], height, width))
+        self.check_top_memory(top)
+        if len(bottom) == 1 and shape != self._shape:
+            self._shape = shape
+            self._map = self._window_map((shape[2], shape[3]), (height, width))
+
+    def _window_map(self, image: tuple[int, int], sizes: tuple[int, int]) -> SpatialMap:
+        """Pixels of the top in each pixel's window, with their weights."""
+        method = self.param.unpooling_param.unpool
+        kernel = (1, 1) if method == UnpoolingParameter.MAX else tuple(map(min, self._kernel, sizes))
+        self.check_memory(64 * math.prod((*image, *kernel)), "the pixels of its windows")
+        places = [
+            np.arange(size)[:, None] * stride + np.arange(window)
+            for size, stride, window in zip(image, self._stride, kernel, strict=True)
+        ]
+        inside = [place < size for place, size in zip(places, sizes, strict=True)]
+        targets = places[0][:, None, :, None] * sizes[1] + places[1][None, :, None, :]
+        used = inside[0][:, None, :, None] & inside[1][None, :, None, :]
+        counts = used.sum(axis=(2, 3), keepdims=True) if method == UnpoolingParameter.AVE else np.ones((1, 1, 1, 1))
+        sources = np.broadcast_to(np.arange(image[0] * image[1]).reshape(*image, 1, 1), used.shape)
+        weights = np.broadcast_to(1 / np.maximum(counts, 1), used.shape)
+        shape = (sizes[0] * sizes[1], image[0] * image[1])
+        return SpatialMap(self.backend, shape, targets[used], sources[used], weights[used])

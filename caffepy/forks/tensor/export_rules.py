@@ -54,6 +54,16 @@ def reorg(view: AnyLayer) -> str:
     return view.in_shape_of(view.add("Transpose", parts, perm=turn), view.tops[0])
 
 
+@ONNX.exports("PixelShuffle", form="DepthToSpace (CRD)")
+def onnx_pixel_shuffle(view: OnnxLayer) -> str:
+    return view.add("DepthToSpace", view.x, blocksize=view.param.reshape_param.pixelshuffler, mode="CRD")
+
+
+@TORCH.exports("PixelShuffle", form="nn.PixelShuffle")
+def torch_pixel_shuffle(code: TorchLayer) -> str:
+    return code.apply(call("nn.PixelShuffle", code.param.reshape_param.pixelshuffler))
+
+
 @ONNX.exports("ShuffleChannel", form="Reshape, Transpose, Reshape")
 def onnx_shuffle_channel(view: OnnxLayer) -> str:
     shape, group = view.bottoms[0].shape, view.param.shuffle_channel_param.group

@@ -1,11 +1,13 @@
 """Layers that move elements without arithmetic: from Transpose, Reverse and Flip to ShuffleChannel, Gather and Scatter.
 
-Gather and Scatter take elements of an axis, or join and divide a batch among devices.
+CropCenter cuts both ends of axes. Reorg and PixelShuffle exchange channels and pixels. Gather and Scatter take elements
+of an axis, or join and divide a batch among devices.
 """
 
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 from caffepy.backend import Array
 from caffepy.layers.layer import Blobs, LayoutAdapter, register_layer
@@ -69,6 +71,33 @@ class AutoCropLayer(CropLayer):
         if any(len(blob.shape) != 4 for blob in bottom):
             raise self.shape_error("both bottoms must have four axes, (N, C, H, W)", bottom[0], bottom[1])
         super().reshape(bottom, top)
+
+
+@register_layer("CropCenter")
+class CropCenterLayer(RearrangingLayer):
+    """Cuts `crop_size` elements off both ends of each axis (`crop_center_layer.cpp` of waifu2x's Caffe).
+
+    Raises:
+        ConfigError: the number of sizes is not that of the bottom's axes.
+        ShapeError: nothing is left of an axis.
+    """
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        sizes, shape = list(self.param.crop_center_param.crop_size), bottom[0].shape
+        if len(sizes) != len(shape):
+            raise self.error(f"crop_center_param has {len(sizes)} crop_size; give one for each of {len(shape)} axes")
+        if any(2 * size >= axis for size, axis in zip(sizes, shape, strict=True)):
+            raise self.shape_error(f"crop_size {sizes} leaves nothing", bottom[0])
+        self._part = tuple(slice(size, axis - size) for size, axis in zip(sizes, shape, strict=True))
+        top[0].reshape(tuple(axis - 2 * size for size, axis in zip(sizes, shape, strict=True)))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        self.backend.copy(bottom[0].data[self._part], top[0].data)
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        if propagate_down[0]:
+            self.backend.fill(bottom[0].diff, 0)
+            self.backend.copy(top[0].diff, bottom[0].diff[self._part])
 
 
 @register_layer("Flip")
@@ -136,6 +165,8 @@ class ReorgLayer(RearrangingLayer):
     """
 
     recordable = False  # NumPy copies its six axes on the CPU
+    to_pixels: ClassVar[tuple[int, ...]] = (0, 3, 4, 1, 5, 2)
+    """The axis of an array of blocks for each axis of an array of pixels."""
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         super().setup(bottom, top)
@@ -164,9 +195,8 @@ class ReorgLayer(RearrangingLayer):
         pixels, blocks = (
             self.scratch(*each, self.dtype).array for each in (("pixels", self._pixels), ("blocks", self._blocks))
         )
-        first, second, order = (
-            (blocks, pixels, (0, 3, 4, 1, 5, 2)) if to_pixels else (pixels, blocks, (0, 3, 5, 1, 2, 4))
-        )
+        to_blocks = tuple(self.to_pixels.index(axis) for axis in range(len(self.to_pixels)))
+        first, second, order = (blocks, pixels, self.to_pixels) if to_pixels else (pixels, blocks, to_blocks)
         self.backend.copy(source, first.reshape(source.shape))
         self.backend.copy(first.transpose(*order), second)
         self.backend.copy(second.reshape(destination.shape), destination)
@@ -177,6 +207,43 @@ class ReorgLayer(RearrangingLayer):
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         if propagate_down[0]:
             self._move(top[0].diff, bottom[0].diff, not self.param.reorg_param.reverse)
+
+
+@register_layer("PixelShuffle")
+class PixelShuffleLayer(ReorgLayer):
+    """Moves channels to pixels (Shi et al. 2016; `reshape_layer.cpp` of caffe_srgan).
+
+    Let s be the factor, and x (N, C, H, W). Pixel (h s + i, w s + j) of channel c of y is pixel (h, w) of channel
+    c s^2 + i s + j of x; y is (N, C / s^2, H s, W s). The factor is `pixelshuffler` of `reshape_param`: caffe_srgan
+    calls the layer Reshape, and reading such a net gives it this type.
+
+    Raises:
+        ConfigError: the factor is below 1.
+        ShapeError: s^2 does not divide C.
+    """
+
+    to_pixels = (0, 1, 4, 2, 5, 3)
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        RearrangingLayer.setup(self, bottom, top)
+        if self.param.reshape_param.pixelshuffler < 1:
+            raise self.error("pixelshuffler of reshape_param must be at least 1")
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        factor, shape = self.param.reshape_param.pixelshuffler, bottom[0].shape
+        if len(shape) != IMAGE_AXES or shape[1] % factor**2:
+            raise self.shape_error(f"pixelshuffler {factor} needs N C H W with C divided by {factor**2}", bottom[0])
+        images, channels, height, width = shape
+        self._pixels = (images, channels // factor**2, height, factor, width, factor)
+        self._blocks = (images, channels // factor**2, factor, factor, height, width)
+        top[0].reshape((images, channels // factor**2, height * factor, width * factor))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        self._move(bottom[0].data, top[0].data, True)
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        if propagate_down[0]:
+            self._move(top[0].diff, bottom[0].diff, False)
 
 
 # -- Gather and Scatter --------------------------------------------------------------------------------

@@ -287,12 +287,13 @@ def test_fields_without_meaning_change_nothing(field: str, one: Case, change: st
     assert same
 
 
-@pytest.mark.parametrize("name", ["TRT", "trt", "DenseCRF"])
+@pytest.mark.parametrize("name", ["TRT", "trt", "DenseCRF", "WindowSegData"])
 def test_a_type_that_only_a_caffe_has_is_called_that(name: str):
     lacks = "that caffepy does not have"
     wanted = {
         "TRT": f"layer 'a': TRT is a layer of NVIDIA Caffe {lacks}: it runs a net with TensorRT",
         "DenseCRF": f"layer 'a': DenseCRF is a layer of DeepLab and PSPNet {lacks}: remove it",
+        "WindowSegData": f"layer 'a': WindowSegData is a layer of DeconvNet {lacks}: cut the windows out",
     }
     with pytest.raises(ConfigError, match=wanted.get(name, "layer 'a': unknown layer type 'trt'")):
         layer_class(name, "layer 'a'")

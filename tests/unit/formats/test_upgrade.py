@@ -255,6 +255,10 @@ V1_SETTINGS = {
     "interp_param": "INTERP Interp zoom_factor: 3",
     "dense_crf_param": "DENSE_CRF DenseCRF max_iter: 3",
     "seg_accuracy_param": "SEG_ACCURACY SegAccuracy ignore_label: 3",
+    "multi_stage_meanfield_param": "MULTI_STAGE_MEANFIELD MultiStageMeanfield num_iterations: 3",
+    "unpooling_param": "UNPOOLING Unpooling kernel_size: 3",
+    "eltwise_accuracy_param": "ELTWISE_ACCURACY EltwiseAccuracy top_k: 3",
+    "bn_param": "BN BN bn_mode: INFERENCE",
     "include": "RELU ReLU phase: TEST",
     "exclude": "RELU ReLU min_level: 3",
 }
@@ -298,6 +302,20 @@ def test_a_detection_output_of_yolo_2_becomes_a_layer_of_its_own() -> None:
     for given in ("biases: 1 biases: 2 keep_top_k: 3", "num_classes: 9 coords: 4"):
         kept = layer.format("DetectionOutput", "detection_output_param", given)
         assert upgraded(kept) == net(kept)
+
+
+def test_crop_finds_its_offset_in_nets_of_fcn_and_crf_as_rnn() -> None:
+    assert upgraded("layers { type: CROP }") == net('layer { type: "AutoCrop" }')
+    crf, offset = 'layer { type: "MultiStageMeanfield" }', "crop_param { offset: 2 }"
+    assert upgraded(f'layer {{ type: "Crop" }} {crf}') == net(f'layer {{ type: "AutoCrop" }} {crf}')
+    for kept in (f'layer {{ type: "Crop" {offset} }} {crf}', 'layer { type: "Crop" }'):
+        assert upgraded(kept) == net(kept)
+
+
+def test_reshape_with_a_pixelshuffler_is_a_pixel_shuffle() -> None:
+    kept = 'layer { type: "Reshape" reshape_param { pixelshuffler: 1 } }'
+    assert upgraded(kept) == net(kept)
+    assert upgraded(kept.replace(": 1", ": 2")) == net(kept.replace(": 1", ": 2").replace("Reshape", "PixelShuffle"))
 
 
 def test_bn_stats_batch_size_moves_to_the_layers() -> None:

@@ -116,6 +116,11 @@ def test_parameter(dims):
     )
 
 
+def test_parameter_starts_with_its_filler():
+    text = "type: 'Parameter' parameter_param { shape { dim: 3 } blob_filler { type: 'constant' value: 2 } }"
+    assert np.array_equal(Runner(text, []).forward()[0], [2, 2, 2])
+
+
 # -- Filter of channel-pruning ---------------------------------------------------------------------------
 
 

@@ -1,10 +1,12 @@
-"""LabelSpecificAdd and GlobalLSEMargin."""
+"""LabelSpecificAdd, LabelSpecificRescale and GlobalLSEMargin."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
-from layer_harness import BACKENDS, TEST, Floats, Runner, check_layer, gaussian
+from layer_harness import BACKENDS, TEST, TRAIN, Floats, Runner, check_layer, gaussian
 
 from caffepy.errors import DataError, ShapeError
 from caffepy.forks.faces.margin import mean_shift, next_margin
@@ -54,6 +56,48 @@ def test_bad_input() -> None:
     runner.forward()
     with pytest.raises(DataError, match="is outside 0 to 2"):
         runner.layer.raise_device_errors()
+
+
+# -- LabelSpecificRescale --------------------------------------------------------------------------------
+
+
+def rescale(more: str) -> str:
+    return f"type: 'LabelSpecificRescale' label_specific_rescale_param {{ {more} }}"
+
+
+@pytest.mark.parametrize(
+    ("more", "label", "only_above"),
+    [
+        ("positive_weight: 0.7", lambda x: 0.7 * x, False),
+        ("positive_weight: 0.7 for_ip: true", lambda x: 0.7 * x, True),
+        ("positive_weight: 0.7 bias_fix: true", lambda x: 0.7 * x + 0.3, False),
+        ("positive_weight: 1.5 power_on_positive: true", lambda x: np.sign(x) * np.abs(x) ** 1.5, False),
+        ("positive_weight: 0.5 power_on_positive: true for_ip: true", lambda x: np.abs(x) ** 0.5, True),
+    ],
+)
+def test_factors_of_the_label_and_the_others(more: str, label: Callable[[Floats], Floats], only_above: bool) -> None:
+    def reference(x: Floats, _: Floats) -> Floats:
+        own = np.where(x > 0, label(x), x) if only_above else label(x)
+        return np.where(HOT > 0, own, 2 * x)
+
+    text = f"{more} negative_weight: 2"
+    check_layer(rescale(text), [X, LABELS], reference, in_place=True)
+    check_layer(rescale(text), [X, LABELS], lambda x, _: x, phase=TEST, in_place=True)
+    check_layer(rescale(f"{text} rescale_test: true"), [X, LABELS], reference, phase=TEST)
+
+
+def test_the_factor_follows_the_pass() -> None:
+    settings = "positive_weight: 5 positive_weight_base: 4 gamma: 0.5 power: 2 iteration: 3"
+
+    def factor(more: str = "", phase: int = TRAIN) -> Floats:
+        return Runner(rescale(settings + more), [X, LABELS], tops=2, pass_number=2, phase=phase).forward()[1]
+
+    assert factor() == pytest.approx([4 / 16], rel=1e-5)
+    assert factor(" positive_weight_min: 0.3") == pytest.approx([0.3])
+    assert factor(" positive_weight_max: 0.2") == pytest.approx([0.2])
+    assert factor(phase=TEST) == [5]
+    with pytest.raises(ShapeError, match="one label for each sample"):
+        Runner(rescale(""), [X, LABELS[:3]])
 
 
 # -- GlobalLSEMargin -------------------------------------------------------------------------------------

@@ -115,3 +115,17 @@ def test_predictions_of_another_size_are_resized(backend: str) -> None:
 def test_mistakes_are_named() -> None:
     with pytest.raises(ShapeError, match="as many channels"):
         Runner("type: 'SegmentationEvaluate'", [np.zeros((1, 2, 3, 3), "f"), np.zeros((1, 3, 3, 3), "f")])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_eltwise_accuracy_of_pixels(backend):
+    scores, labels = gaussian((2, 5, 3, 4)), np.random.default_rng(0).integers(0, 5, (2, 1, 3, 4)).astype(np.float32)
+    labels[0, 0, 0] = 255
+    first = np.argsort(-scores, axis=1)
+    counted = labels[:, 0] != 255
+    for top_k in (1, 2):
+        text = f"type: 'EltwiseAccuracy' eltwise_accuracy_param {{ top_k: {top_k} ignore_label: 255 }}"
+        hits = (first[:, :top_k] == labels).any(axis=1)[counted]
+        assert Runner(text, [scores, labels], backend).forward()[0] == pytest.approx(hits.mean())
+    with pytest.raises(ShapeError, match="top_k is 6"):
+        Runner("type: 'EltwiseAccuracy' eltwise_accuracy_param { top_k: 6 }", [scores, labels], backend)

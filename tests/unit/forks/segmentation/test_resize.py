@@ -1,4 +1,4 @@
-"""Interp and Upsample."""
+"""Interp, Upsample and Unpooling."""
 
 from __future__ import annotations
 
@@ -122,3 +122,63 @@ def test_interp_to_the_size_of_another_blob():
         Runner("type: 'Interp' interp_param { zoom_factor: 2 }", [like, like])
     with pytest.raises(ShapeError, match="the second bottom must have four axes"):
         Runner("type: 'Interp'", [like, gaussian((2, 3))])
+
+
+def unpooled(x, method, kernel, stride, size):
+    """Each pixel's window by a loop."""
+    y = np.zeros((*x.shape[:2], *size), x.dtype)
+    for row, column in np.ndindex(*x.shape[2:]):
+        top, left = row * stride[0], column * stride[1]
+        part = y[:, :, top : top + kernel[0], left : left + kernel[1]]
+        value = x[:, :, row, column, None, None]
+        if method == "MAX":
+            part[:, :, :1, :1] += value
+        else:
+            part += value / (part.shape[2] * part.shape[3] if method == "AVE" else 1)
+    return y
+
+
+@pytest.mark.parametrize("method", ["MAX", "AVE", "TILE"])
+@pytest.mark.parametrize(
+    ("fields", "kernel", "stride", "size"),
+    [
+        ("kernel_size: 2 stride: 2 unpool_size: 8", (2, 2), (2, 2), (8, 8)),
+        ("kernel_size: 2 stride: 2", (2, 2), (2, 2), (7, 9)),
+        ("kernel_size: 3 stride: 2 unpool_h: 6 unpool_w: 9", (3, 3), (2, 2), (6, 9)),
+        ("kernel_h: 1 kernel_w: 3 stride_h: 1 stride_w: 3", (1, 3), (1, 3), (4, 13)),
+    ],
+)
+def test_unpooling_fills_windows(method, fields, kernel, stride, size):
+    text = f"type: 'Unpooling' unpooling_param {{ unpool: {method} {fields} }}"
+    check_layer(text, [gaussian((2, 3, 3, 4))], lambda x: unpooled(x, method, kernel, stride, size))
+
+
+def test_unpooling_puts_back_what_a_mask_says():
+    x = gaussian((2, 3, 2, 2))
+    mask = np.stack([np.random.default_rng(i).permutation(16)[:4] for i in range(6)]).reshape(x.shape)
+    text = "type: 'Unpooling' unpooling_param { kernel_size: 2 stride: 2 unpool_size: 4 }"
+
+    def reference(x, mask):
+        y = np.zeros((2, 3, 16))
+        np.put_along_axis(y, mask.astype(int).reshape(2, 3, 4), x.reshape(2, 3, 4), 2)
+        return y.reshape(2, 3, 4, 4)
+
+    check_layer(text, [x, mask.astype(np.float32)], reference)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ("stride: 2", ConfigError, "kernel_size of unpooling_param must be at least 1"),
+        ("kernel_size: 2 kernel_h: 2 kernel_w: 2", ConfigError, "either kernel_size, or kernel_h and kernel_w"),
+        ("kernel_size: 2 unpool_h: 2", ConfigError, "either unpool_size, or unpool_h and unpool_w"),
+        ("kernel_size: 2 pad: 1", ConfigError, "pad of unpooling_param must be 0"),
+        ("kernel_size: 2 stride: 2 unpool_size: 4", ShapeError, "too small for the windows"),
+    ],
+)
+def test_unpooling_refuses(fields, error, message):
+    with pytest.raises(error, match=message):
+        Runner(f"type: 'Unpooling' unpooling_param {{ {fields} }}", [gaussian((1, 1, 3, 3))])
+    masked = "type: 'Unpooling' unpooling_param { kernel_size: 2 unpool: AVE }"
+    with pytest.raises(ConfigError, match="only unpool: MAX reads a mask"):
+        Runner(masked, [gaussian((1, 1, 3, 3))] * 2)

@@ -1,4 +1,4 @@
-"""Transpose, Reverse, Gather, Scatter, Flip, ShuffleChannel, Reorg and AutoCrop."""
+"""Transpose, Reverse, Gather, Scatter, Flip, CropCenter, ShuffleChannel, Reorg, PixelShuffle and AutoCrop."""
 
 from __future__ import annotations
 
@@ -141,6 +141,39 @@ def test_shuffle_channel(shape, group):
 def test_shuffle_channel_refuses():
     with pytest.raises(ShapeError, match="shuffle_channel_param.group is 4; it must divide the channels"):
         Runner("type: 'ShuffleChannel' shuffle_channel_param { group: 4 }", [gaussian((2, 6, 3, 4))])
+
+
+def test_crop_center():
+    text = "type: 'CropCenter' crop_center_param { crop_size: 0 crop_size: 0 crop_size: 1 crop_size: 2 }"
+    check_layer(text, [gaussian((2, 3, 4, 5))], lambda x: x[:, :, 1:-1, 2:-2])
+    text = "type: 'CropCenter' crop_center_param { crop_size: 1 crop_size: 0 }"
+    check_layer(text, [gaussian((5, 3))], lambda x: x[1:-1])
+    with pytest.raises(ConfigError, match="has 2 crop_size; give one for each of 4 axes"):
+        Runner(text, [gaussian((2, 3, 4, 5))])
+    with pytest.raises(ShapeError, match=r"crop_size \[1, 0\] leaves nothing"):
+        Runner(text, [gaussian((2, 3))])
+
+
+@pytest.mark.parametrize("factor, shape", [(2, (2, 8, 3, 4)), (3, (1, 9, 2, 3)), (1, (2, 3, 2, 2))])
+def test_pixel_shuffle(factor, shape):
+    """Element by element."""
+
+    def reference(x):
+        y = np.zeros((shape[0], shape[1] // factor**2, shape[2] * factor, shape[3] * factor))
+        for n, c, h, w in itertools.product(*map(range, shape)):
+            row, column = c // factor % factor, c % factor
+            y[n, c // factor**2, h * factor + row, w * factor + column] = x[n, c, h, w]
+        return y
+
+    check_layer(f"type: 'PixelShuffle' reshape_param {{ pixelshuffler: {factor} }}", [gaussian(shape)], reference)
+
+
+def test_pixel_shuffle_refuses():
+    text = "type: 'PixelShuffle' reshape_param { pixelshuffler: %d }"
+    with pytest.raises(ConfigError, match="must be at least 1"):
+        Runner(text % 0, [gaussian((1, 4, 2, 2))])
+    with pytest.raises(ShapeError, match="C divided by 4"):
+        Runner(text % 2, [gaussian((1, 6, 2, 2))])
 
 
 @pytest.mark.parametrize("reverse", [False, True])
