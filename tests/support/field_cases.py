@@ -241,6 +241,21 @@ CASES = (
         POOL3D,
     ),
     case("Pooling3D", CLIP, "pooling3d_param", "pad: 1", f"pool: AVE {POOL3D}"),
+    case("Pooling", IMAGE, "pooling_param", "dilation: 2", POOL),
+    case(
+        "NdPooling",
+        CLIP,
+        "pooling_param",
+        "kernel_shape { dim: 2 dim: 3 dim: 2 } | stride_shape { dim: 2 } | pad_shape { dim: 0 dim: 1 dim: 0 }",
+        "kernel_shape { dim: 2 }",
+    ),
+    case(
+        "NdConvolution",
+        CLIP,
+        "convolution_param",
+        "kernel_shape { dim: 2 dim: 3 dim: 2 } | stride_shape { dim: 2 } | pad_shape { dim: 0 dim: 1 dim: 0 }",
+        "num_output: 2 kernel_shape { dim: 2 }",
+    ),
     case(
         "Pooling",
         IMAGE,
