@@ -95,6 +95,7 @@ CASES: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
     ),
     ('type: "NdPooling" pooling_param { kernel_shape { dim: 2 dim: 3 dim: 2 } stride_shape { dim: 2 } }', (CLIP,)),
     ('type: "NdPooling" pooling_param { pool: AVE global_pooling: true kernel_shape { dim: 1 } }', (CLIP,)),
+    ('type: "PoolingND" pooling_nd_param { kernel_size: 2 kernel_size: 3 kernel_size: 2 stride: 2 }', (CLIP,)),
     ('type: "Pooling" pooling_param { pool: AVE kernel_size: 3 stride: 2 pad: 1 }', (CLIP,)),
     ('type: "Pooling" pooling_param { kernel_size: 3 stride: 2 }', ((2, 3, 8),)),
     ('type: "Pooling" pooling_param { kernel_size: 3 dilation: 2 pad: 1 stride: 2 }', (CLIP,)),

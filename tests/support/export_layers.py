@@ -268,6 +268,11 @@ TEMPLATES: dict[str, list[Template]] = {
             "2x3x5x7x6",
         ),
     ],
+    "PoolingND": [
+        (f"pooling_nd_param {{ <|pool: MAX|pool: AVE> <{WINDOW}|{SIDES}> }}", "2x3x6x7"),
+        ("pooling_nd_param { <|pool: AVE> kernel_size: <2|3> stride: <1|2> pad: <0|1> }", "2x3x5x7x6"),
+        ("pooling_nd_param { <|pool: AVE> global_pooling: true }", "2x3x5x7x6"),
+    ],
     "Power": [("power_param { scale: <-0.7|0|1|0.5> shift: <0.2|0|-1> power: <1|2|3|0> }", "any"), ("", "any")],
     "PowerFile": [("power_file_param { <|shift_file: SHIFT_FILE> }", "2x3x2x2")],
     "PriorBox": [(PRIORS, "1x2x3x4", "1x3x24x28"), (PRIORS, "image", "Nx3x24x28")],

@@ -250,6 +250,21 @@ CASES = (
         "kernel_shape { dim: 2 }",
     ),
     case(
+        "PoolingND",
+        CLIP,
+        "pooling_nd_param",
+        "pool: AVE | kernel_size: 2 kernel_size: 3 kernel_size: 2 | stride: 2 | pad: 0 pad: 1 pad: 0 |"
+        "global_pooling: true",
+        "kernel_size: 2",
+    ),
+    case(
+        "PoolingND",
+        IMAGE,
+        "pooling_nd_param",
+        "kernel_h: 2 | kernel_w: 2 | stride_h: 2 | stride_w: 2 | pad_h: 1 | pad_w: 1",
+        "kernel_h: 3 kernel_w: 3 stride_h: 1 stride_w: 1",
+    ),
+    case(
         "NdConvolution",
         CLIP,
         "convolution_param",

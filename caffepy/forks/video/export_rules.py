@@ -14,7 +14,7 @@ exports(
     torch="nn.ConvTranspose1d, ConvTranspose2d or ConvTranspose3d",
 )(lambda view: view.as_type("Deconvolution"))
 
-for pooling in ("Pooling3D", "NdPooling"):
+for pooling in ("Pooling3D", "NdPooling", "PoolingND"):
     exports(
         pooling,
         onnx="MaxPool, AveragePool, with Mul where the divisors differ; global ones",

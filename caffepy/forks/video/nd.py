@@ -1,4 +1,4 @@
-"""NdConvolution and NdPooling of video-caffe: windows over any number of axes."""
+"""NdConvolution and NdPooling of video-caffe, PoolingND of 3D-Caffe: windows over any number of axes."""
 
 from __future__ import annotations
 
@@ -75,3 +75,30 @@ class NdPoolingLayer(PoolingLayer):
             pad_shape=given.pad_shape,
             global_pooling=given.global_pooling,
         )
+
+
+@register_layer("PoolingND")
+class PoolingNDLayer(PoolingLayer):
+    """A Pooling whose settings stand in pooling_nd_param (3D-Caffe's `pooling_nd_layer.hpp`; DenseVoxNet).
+
+    Shapes: x (N, C, spatial…), y (N, C, spatial'…) as in Pooling. kernel_size, stride and pad are given once, or once
+    for each spatial axis.
+
+    Raises:
+        ConfigError: the window is missing, or a setting is 0 or contradictory.
+        ShapeError: the bottom has another number of axes than the settings, or a window holds no element.
+    """
+
+    @cached_property
+    def settings(self) -> caffe_pb2.PoolingParameter:
+        """Those of the prototxt under the names of Pooling."""
+        given = self.param.pooling_nd_param
+        param = caffe_pb2.PoolingParameter(pool=given.pool, global_pooling=given.global_pooling)
+        for name, values in (("kernel", given.kernel_size), ("stride", given.stride), ("pad", given.pad)):
+            getattr(param, f"{name}_shape").dim.extend(values)
+            if not values:
+                param.ClearField(f"{name}_shape")
+            for side in (f"{name}_h", f"{name}_w"):
+                if given.HasField(side):
+                    setattr(param, side, getattr(given, side))
+        return param

@@ -1,4 +1,4 @@
-"""NdConvolution and NdPooling: the types of video-caffe are Convolution and Pooling with settings under other names."""
+"""NdConvolution, NdPooling and PoolingND: Convolution and Pooling with settings under other names."""
 
 from __future__ import annotations
 
@@ -70,9 +70,26 @@ def test_a_convolution_is_that_of_caffe(own: str, of_caffe: str) -> None:
     ],
 )
 def test_a_pooling_is_that_of_caffe(own: str, of_caffe: str) -> None:
+    same_numbers(f"'NdPooling' pooling_param {{ {own} }}", f"'Pooling' pooling_param {{ {of_caffe} }}")
+
+
+@pytest.mark.parametrize(
+    ("own", "of_caffe"),
+    [
+        ("kernel_size: 1 kernel_size: 2 kernel_size: 2 stride: 2", f"{shape('kernel', 1, 2, 2)} stride: 2"),
+        ("pool: AVE kernel_size: 3 stride: 2 pad: 1", "pool: AVE kernel_size: 3 stride: 2 pad: 1"),
+        ("pool: AVE global_pooling: true", "pool: AVE global_pooling: true"),
+    ],
+)
+def test_pooling_nd_is_pooling(own: str, of_caffe: str) -> None:
+    same_numbers(f"'PoolingND' pooling_nd_param {{ {own} }}", f"'Pooling' pooling_param {{ {of_caffe} }}")
+
+
+def same_numbers(*texts: str) -> None:
+    """Two types give the same bits forward and backward."""
     results = []
-    for kind, text in (("NdPooling", own), ("Pooling", of_caffe)):
-        runner = Runner(f"type: '{kind}' pooling_param {{ {text} }}", [spread(CLIP)])
+    for text in texts:
+        runner = Runner(f"type: {text}", [spread(CLIP)])
         results.append(runner.run([gaussian(runner.top[0].shape, 9)]))
     assert np.array_equal(results[0].tops[0], results[1].tops[0])
     assert np.array_equal(results[0].bottom_diffs[0], results[1].bottom_diffs[0])
@@ -99,6 +116,7 @@ def test_a_net_of_clips_is_trained(tmp_path: Path) -> None:
             r"pad_shape is \(-1,\); no entry may be below 0",
         ),
         ("'NdPooling' pooling_param { kernel_size: 2 }", "needs kernel_shape"),
+        ("'PoolingND' pooling_nd_param { stride: 2 }", "give the window as kernel_size"),
         (f"'NdPooling' pooling_param {{ pool: STOCHASTIC {shape('kernel', 2)} }}", "has no pool: STOCHASTIC"),
         (f"'NdPooling' pooling_param {{ {shape('kernel', 9)} }}", "does not fit"),
     ],
