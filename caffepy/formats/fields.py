@@ -121,7 +121,7 @@ _NO_MEANING = {
         "ConvolutionParameter.engine PoolingParameter.engine LRNParameter.engine BatchNormParameter.engine "
         "DropoutParameter.engine ReLUParameter.engine SigmoidParameter.engine TanHParameter.engine "
         "SoftmaxParameter.engine SPPParameter.engine BNParameter.engine ConcatParameter.engine EltwiseParameter.engine "
-        "InnerProductParameter.engine UnpoolingParameter.engine"
+        "InnerProductParameter.engine UnpoolingParameter.engine PoolingNDParameter.engine"
     ),
     "it says how Intel Caffe quantises; arithmetic is always in single precision": (
         "QuantizationParameter.precision QuantizationParameter.rounding_scheme QuantizationParameter.bw_layer_in "

@@ -31,6 +31,8 @@ FIELD_ADVICE = {
     ("LayerParameter", "weight_decay"): "it is of the old format; write param { decay_mult: 1 }, one for each",
 }
 """Advice for fields of other Caffe forks and old formats, by message and field."""
+POOLING_SHAPES = {"kernel_size": "kernel_shape", "stride": "stride_shape", "pad": "pad_shape"}
+"""Settings of PoolingParameter that some forks repeat for each axis, and the fields that hold their values."""
 FORK_ADVICE = (
     "if a Caffe fork has it, give the fork's caffe.proto with --proto FILE or caffepy.register_proto(path) "
     "(docs/tutorials/unknown-fork.md)"
@@ -47,6 +49,8 @@ _TOKEN = re.compile(r"""#[^\n]*|"(?:[^"\\\n]+|\\.)*"?|'(?:[^'\\\n]+|\\.)*'?|[{}]
 _WORD_BACKWARDS = re.compile(r"\s*(\w*)")
 _BARE_LIST = re.compile(r"\b(number_max_occlusions)[ \t]*:[ \t]*(\d+)")
 """A list of OPData with one entry, which older nets of OpenPose write as a number."""
+_POOLING = re.compile(r"\bpooling_param\s*:?\s*\{[^{}]*\}")
+_SIZE = re.compile(r"#[^\n]*|\b(kernel_size|stride|pad)\s*:\s*(\d+)\s*[,;]?")
 _LAYERS = re.compile(r"\blayers?\s*\{")
 _POSITION = re.compile(r"^\d+:\d+ : ")
 
@@ -70,7 +74,7 @@ def parse_text(text: str, message: M, origin: str, ignored: frozenset[str] = fro
         raise ConfigError(f"{origin}:{line}: {MAX_BACKSLASHES} consecutive backslashes; remove them")
     text = leave_out(text, message.DESCRIPTOR, ignored_fields(ignored), origin)
     try:
-        text_format.Parse(_BARE_LIST.sub(r'\1: "\2"', text), message)
+        _parse(_BARE_LIST.sub(r'\1: "\2"', text), message)
     except text_format.ParseError as error:
         where = f"{origin}:{error.GetLine()}:{error.GetColumn()}"
         position = _position(text, error.GetLine() or 1, error.GetColumn() or 1)
@@ -87,6 +91,41 @@ def parse_text(text: str, message: M, origin: str, ignored: frozenset[str] = fro
     if missing:
         raise ConfigError(f"{origin}: required field '{missing[0]}' is not set; add it")
     return message
+
+
+def _parse(text: str, message: Message) -> None:
+    """Merge text that may repeat settings of pooling into a message."""
+    before = type(message)()
+    before.CopyFrom(message)
+    try:
+        text_format.Parse(text, message)
+    except text_format.ParseError as error:
+        repeated = _REPEATED.search(str(error))
+        if repeated is None or repeated[1] != "PoolingParameter" or repeated[2] not in POOLING_SHAPES:
+            raise
+        message.CopyFrom(before)
+        text_format.Parse(_POOLING.sub(_as_shapes, text), message)
+
+
+def _as_shapes(block: re.Match[str]) -> str:
+    """Return a `pooling_param` whose repeated settings are shapes; the lines stay."""
+    values = dict[str, list[str]]()
+    for size in _SIZE.finditer(block[0]):
+        if size[1]:
+            values.setdefault(size[1], []).append(size[2])
+    written = set[str]()
+
+    def write(size: re.Match[str]) -> str:
+        name = size[1]
+        if not name or len(values[name]) == 1:
+            return size[0]
+        lines = "\n" * size[0].count("\n")
+        if name in written:
+            return f" {lines}"
+        written.add(name)
+        return f"{POOLING_SHAPES[name]} {{ {' '.join(f'dim: {value}' for value in values[name])} }} {lines}"
+
+    return _SIZE.sub(write, block[0])
 
 
 def decode_text(data: bytes, origin: str) -> str:

@@ -21,6 +21,8 @@ Shape = tuple[int, ...]
 
 LARGEST_KERNEL = 2**14
 """Limit of the kernel's size along an axis: the time to plan a convolution grows with it."""
+LARGEST_WINDOWS = 2**36
+"""Limit of the elements of an image's windows, which are never all in memory: a short prototxt may ask for hours."""
 
 
 class EmptyConvolution:
@@ -160,16 +162,17 @@ class BaseConvolutionLayer(Layer):
         self._y = Operand(self.backend, top, y, y, self.dtype)
 
     def _check_size(self, bottom: Shape, top: Shape) -> None:
-        """Check the size of the padded image and of im2col's columns of one image."""
+        """Check the size of the padded image and the work of one image."""
         g = self._planned_geometry
         image, windows = self._directed(bottom, top)
         padded = (image[1], *(size + 2 * pad for size, pad in zip(image[2:], g.pad, strict=True)))
         columns = (image[1] // g.group, *g.kernel, *windows[2:])
-        for what, shape in (("padded image", padded), ("windows of an image", columns)):
-            if math.prod(shape) > MAX_ELEMENTS:
+        limits = (("padded image", padded, MAX_ELEMENTS), ("windows of an image", columns, LARGEST_WINDOWS))
+        for what, shape, limit in limits:
+            if math.prod(shape) > limit:
                 raise self.shape_error(
                     f"kernel {g.kernel}, pad {g.pad} and stride {g.stride} make the {what} {format_shape(shape)}; at "
-                    f"most {MAX_ELEMENTS} elements are possible, so use a smaller kernel or pad, or a larger stride"
+                    f"most {limit} elements are possible, so use a smaller kernel or pad, or a larger stride"
                 )
 
     def _directed(self, bottom: Shape, top: Shape) -> tuple[Shape, Shape]:

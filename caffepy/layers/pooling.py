@@ -1,4 +1,4 @@
-"""Pooling over windows of the two spatial axes, and spatial pyramids of it (Caffe's `pooling_layer.cpp`, SPP)."""
+"""Pooling over windows of the spatial axes, and spatial pyramids of it (Caffe's `pooling_layer.cpp`, SPP)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from caffepy.backend.formulas import squared
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.blob import Blob
 from caffepy.layers.layer import Blobs, Layer, LayoutAdapter, ScratchBuffer, register_layer
+from caffepy.layers.window_pooling import WindowPooling
 
 _Parameter = caffe_pb2.PoolingParameter
+
+LARGEST_SETTING = 2**32 - 1
+"""Limit of the settings of an axis: that of kernel_size, stride and pad."""
 
 
 @expression
@@ -29,23 +33,26 @@ def weighted_gradient(x: Each, slope: Each, share: Each) -> Each:
     return 2 * x * slope - share
 
 
-SMALL_WINDOW = 255
-"""Largest window whose positions fit in one byte of the mask."""
-
-
 @register_layer("Pooling")
 class PoolingLayer(Layer):
-    """The maximum, the average or a random element of each window of x (N, C, H, W) (Caffe's `pooling_layer.cpp`).
+    """The maximum, the average or a random element of each window of x (Caffe's `pooling_layer.cpp`).
 
-    Output size: ceil((size + 2 pad - kernel) / stride) + 1, or floor with `round_mode: FLOOR` or, in prototxts of
-    forks, `ceil_mode: false`. With padding of either axis, a last window that would begin at or past size + pad is
-    dropped. AVE divides by the window's area, which includes padding up to size + pad. An optional second top of MAX
-    holds the index h * W + w of the maximum. STOCHASTIC draws an element with a probability in proportion to its value
-    in TRAIN; in TEST y = sum of x^2 / sum of x, 0 if the sum of x is not positive (Zeiler and Fergus 2013).
+    x is (N, C, H, W), or (N, C, spatial…) as in forks that pool over any number of axes: BVLC's branch opencl, 3D-Caffe
+    and video-caffe. The settings of its axes are kernel_size or kernel_h and kernel_w, or for each axis kernel_shape,
+    or kernel_size several times; stride, pad likewise. An element of a window is `dilation` after the one before it.
+
+    Output size along an axis: ceil((size + 2 pad - (dilation (kernel - 1) + 1)) / stride) + 1, or floor with
+    `round_mode: FLOOR` or, in prototxts of forks, `ceil_mode: false`. With padding of any axis, a last window that
+    would begin at or past size + pad is dropped. AVE divides by the number of the window's elements, with those in the
+    padding up to size + pad. STOCHASTIC draws an element with a probability in proportion to its value in TRAIN; in
+    TEST y = sum of x^2 / sum of x, 0 if the sum of x is not positive (Zeiler and Fergus 2013).
+
+    An optional second top of MAX holds the index h * W + w of the maximum. That and STOCHASTIC need two axes without
+    dilation.
 
     Raises:
         ConfigError: settings are missing, 0 or contradictory, or STOCHASTIC has padding.
-        ShapeError: the bottom does not have four axes, or a window holds no pixel.
+        ShapeError: the bottom has no spatial axis, or a window holds no pixel.
     """
 
     supports_half = True
@@ -54,86 +61,111 @@ class PoolingLayer(Layer):
 
     tops = (1, 2)
     float32_tops_from = 1
+    _windows: WindowPooling
     _mask: ScratchBuffer
+    _planned: tuple[object, ...] = ()
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.refuse_in_place(bottom, top)
-        param = self.param.pooling_param
+        param = self.settings
         self._is_max = param.pool == _Parameter.MAX
         self._is_stochastic = param.pool == _Parameter.STOCHASTIC
         if len(top) > 1 and not self._is_max:
             raise self.error("only pool: MAX has a second top, the mask")
         self._check_settings()
-        self._stride = self._pair("stride", param.stride)
-        self._pad = self._pair("pad", param.pad)
-        if self._is_stochastic and self._pad != (0, 0):
+        self._geometry = self._read_geometry(bottom)
+        if self._is_stochastic and any(self._geometry.pad):
             raise self.error("pool: STOCHASTIC has no padding; remove pad, or use MAX or AVE")
+        if (self._is_stochastic or len(top) > 1) and (len(self._geometry.pad) != 2 or max(self._geometry.dilation) > 1):
+            what = "a second top, the mask," if self._is_max else "pool: STOCHASTIC"
+            raise self.error(f"{what} needs a bottom (N, C, H, W) and no dilation")
+
+    @property
+    def settings(self) -> caffe_pb2.PoolingParameter:
+        """Those of the prototxt."""
+        return self.param.pooling_param
 
     def _check_settings(self) -> None:
-        param = self.param.pooling_param
+        param = self.settings
         floor = param.round_mode == _Parameter.FLOOR
         if param.HasField("ceil_mode") and param.HasField("round_mode") and param.ceil_mode == floor:
             raise self.error("ceil_mode and round_mode contradict each other; keep one of them")
         self._ceil = param.ceil_mode and not floor
-        one, both = param.HasField("kernel_size"), param.HasField("kernel_h") and param.HasField("kernel_w")
+        one = param.HasField("kernel_size") + param.HasField("kernel_shape")
+        both = param.HasField("kernel_h") and param.HasField("kernel_w")
         if param.global_pooling:
-            if one or param.HasField("kernel_h") or param.HasField("kernel_w"):
+            if param.HasField("kernel_size") or param.HasField("kernel_h") or param.HasField("kernel_w"):
                 raise self.error("global_pooling takes the whole image; remove the kernel's size")
-        elif one == both:
-            raise self.error("give the window as kernel_size, or as kernel_h and kernel_w")
+        elif one + both != 1:
+            raise self.error(
+                "give the window as kernel_size, or as kernel_h and kernel_w, or for other numbers of axes as "
+                "kernel_shape"
+            )
         for name in ("stride", "pad"):
             some = param.HasField(f"{name}_h") or param.HasField(f"{name}_w")
-            if some and param.HasField(name):
-                raise self.error(f"give either {name} or {name}_h and {name}_w, not both")
+            if some + param.HasField(name) + param.HasField(f"{name}_shape") > 1:
+                raise self.error(f"give either {name} or {name}_h and {name}_w, or {name}_shape, not several of them")
             if some and not (param.HasField(f"{name}_h") and param.HasField(f"{name}_w")):
                 raise self.error(f"{name}_h and {name}_w are needed together")
 
-    def _pair(self, name: str, both: int) -> tuple[int, int]:
-        param = self.param.pooling_param
+    def _per_axis(self, name: str, one: int, axes: int) -> tuple[int, ...]:
+        """Return a setting of each spatial axis; `one`: that of all axes if it is not given for each."""
+        param = self.settings
         if param.HasField(f"{name}_h"):
-            both_axes = (getattr(param, f"{name}_h"), getattr(param, f"{name}_w"))
+            if axes != 2:
+                raise self.error(f"{name}_h and {name}_w are for two spatial axes, but here are {axes}")
+            values = [getattr(param, f"{name}_h"), getattr(param, f"{name}_w")]
         else:
-            both_axes = (both, both)
-        if name != "pad" and min(both_axes) < 1:
-            raise self.error(f"{name} is {both_axes}; no entry may be 0")
-        return both_axes
+            values = list(getattr(param, f"{name}_shape").dim) or [one]
+        return self._for_each(name, values, axes)
+
+    def _for_each(self, name: str, values: list[int], axes: int) -> tuple[int, ...]:
+        """Check the values of a setting, which are one or one for each axis, and return those of each axis."""
+        if len(values) not in (1, axes):
+            raise self.error(f"{name} is given for {len(values)} axes, but here are {axes} spatial axes")
+        values = values * (axes // len(values))
+        if min(values) < (name != "pad") or max(values) > LARGEST_SETTING:
+            raise self.error(
+                f"{name} is {tuple(values)}; no entry may be "
+                f"{'below 0' if name == 'pad' else '0'} or above {LARGEST_SETTING}"
+            )
+        return tuple(values)
 
     def _read_geometry(self, bottom: Blobs) -> Geometry:
-        if len(bottom[0].shape) != 4:
-            raise self.shape_error(
-                "the bottom must have four axes, (N, C, H, W): as in both Caffes, pooling is over two spatial axes",
-                bottom[0],
-            )
-        if self.param.pooling_param.global_pooling:
-            kernel = (bottom[0].shape[2], bottom[0].shape[3])
-            if self._pad != (0, 0) or self._stride != (1, 1):
-                raise self.error("global_pooling goes with pad 0 and stride 1 only")
+        shape, param = bottom[0].shape, self.settings
+        axes = len(shape) - 2
+        if axes < 1:
+            raise self.shape_error("the bottom must have spatial axes: (N, C, H, W), or another number", bottom[0])
+        stride, pad = self._per_axis("stride", param.stride, axes), self._per_axis("pad", param.pad, axes)
+        dilation = self._for_each("dilation", list(param.dilation) or [1], axes)
+        if param.global_pooling:
+            kernel = shape[2:]
+            if any(pad) or max(stride) > 1 or max(dilation) > 1:
+                raise self.error("global_pooling goes with pad 0 and stride 1 only, and without dilation")
         else:
-            kernel = self._pair("kernel", self.param.pooling_param.kernel_size)
-        if any(pad and pad >= size for pad, size in zip(self._pad, kernel, strict=True)):
-            raise self.error(f"pad {self._pad} must be smaller than the kernel {kernel}")
-        return Geometry(kernel, self._stride, self._pad, (1, 1))
+            kernel = self._per_axis("kernel", param.kernel_size, axes)
+        reach = tuple(by * (size - 1) + 1 for size, by in zip(kernel, dilation, strict=True))
+        if any(own and own >= size for own, size in zip(pad, reach, strict=True)):
+            raise self.error(f"pad {pad} must be smaller than the kernel {reach}")
+        return Geometry(kernel, stride, pad, dilation)
 
     @property
     def geometry(self) -> Geometry:
-        """Kernel, stride and pad along both spatial axes. With global_pooling the kernel has the image's size."""
+        """Kernel, stride, pad and dilation along the axes. With global_pooling the kernel has the image's size."""
         return self._geometry
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         self._geometry = geometry = self._read_geometry(bottom)
-        sizes = tuple(
-            self._output_size(bottom[0].shape[2 + i], geometry.kernel[i], geometry.stride[i], geometry.pad[i])
-            for i in range(2)
-        )
+        sizes = tuple(self._output_size(size, axis) for axis, size in enumerate(bottom[0].shape[2:]))
         self._check_windows(bottom, sizes)
         shape = (*bottom[0].shape[:2], *sizes)
         for blob in top:
             blob.reshape(shape)
-        if self._is_max:
-            small = len(top) == 1 and geometry.kernel[0] * geometry.kernel[1] <= SMALL_WINDOW
-            self._mask = self.scratch("mask", shape, self.backend.mask_dtype if small else "int32")
-        elif self._is_stochastic:
+        if self._is_stochastic:
             self._mask = self.scratch("mask", shape, "int32")
+        elif self._planned != (bottom[0].shape, geometry):
+            self._windows = WindowPooling(self, bottom[0].shape, shape, geometry, self._is_max, len(top) > 1)
+            self._planned = (bottom[0].shape, geometry)
 
     def _check_windows(self, bottom: Blobs, sizes: tuple[int, ...]) -> None:
         """Check that each window holds a pixel. (For an empty one Caffe computes -FLT_MAX and writes out of bounds.)"""
@@ -148,23 +180,21 @@ class PoolingLayer(Layer):
                 bottom[0],
             )
 
-    def _output_size(self, size: int, kernel: int, stride: int, pad: int) -> int:
-        span = size + 2 * pad - kernel
+    def _output_size(self, size: int, axis: int) -> int:
+        g = self._geometry
+        stride, pad = g.stride[axis], g.pad[axis]
+        span = size + 2 * pad - (g.dilation[axis] * (g.kernel[axis] - 1) + 1)
         pooled = (-(-span // stride) if self._ceil else span // stride) + 1
-        # Padding of one axis makes Caffe drop such windows along both axes.
-        return pooled - 1 if any(self._pad) and (pooled - 1) * stride >= size + pad else pooled
+        # Padding of one axis makes Caffe drop such windows along all axes.
+        return pooled - 1 if any(g.pad) and (pooled - 1) * stride >= size + pad else pooled
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        x, y = bottom[0].data, top[0].data
         if self._is_stochastic:
             self._stochastic_forward(bottom, top)
             return
-        if not self._is_max:
-            self.backend.pool_average_forward(x, y, self._geometry)
-            return
-        self.backend.pool_max_forward(x, y, self._mask.array, self._geometry)
+        self._windows.forward(bottom[0].data, top[0].data)
         if len(top) > 1:
-            self.backend.copy(self._mask.array, top[1].data)
+            self.backend.copy(self._windows.mask, top[1].data)
 
     def _weighted_backward(self, top: Blobs, bottom: Blobs) -> None:
         """STOCHASTIC in TEST: dx = 2 x * sum over windows of dy / total - sum over windows of y * dy / total."""
@@ -203,10 +233,10 @@ class PoolingLayer(Layer):
             return
         if self._is_stochastic and self.context.phase != caffe_pb2.TRAIN:
             self._weighted_backward(top, bottom)
-        elif self._is_max or self._is_stochastic:
+        elif self._is_stochastic:
             self.backend.pool_max_backward(top[0].diff, self._mask.array, bottom[0].diff, self._geometry)
         else:
-            self.backend.pool_average_backward(top[0].diff, bottom[0].diff, self._geometry)
+            self._windows.backward(top[0].diff, bottom[0].diff)
 
 
 _Methods = caffe_pb2.SPPParameter.PoolMethod

@@ -16,7 +16,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from caffepy.formats.proto import caffe_pb2
-from caffepy.formats.proto.caffe_pb2 import LayerParameter, NetParameter
+from caffepy.formats.proto.caffe_pb2 import LayerParameter, NetParameter, PoolingParameter
+from caffepy.formats.prototxt import POOLING_SHAPES
 from caffepy.layers.layer import unknown_type_advice
 from caffepy.pycaffe.layer import layer_type_list
 from caffepy.utils.registry import suggest
@@ -60,12 +61,14 @@ def _net_of(tops: Any, names: Names) -> NetParameter:
 def assign_proto(proto: Message, name: str, val: Any) -> None:
     """Set a field from a Python value: a dict becomes a message; a list, tuple or array a repeated field.
 
-    Any other value becomes the only element of a repeated field.
+    Any other value becomes the only element of a repeated field. Sizes of Pooling for each axis become a shape.
 
     Raises:
         AttributeError: the message has no such field.
         TypeError, ValueError: the field cannot hold the value.
     """
+    if isinstance(proto, PoolingParameter) and name in POOLING_SHAPES and isinstance(val, (list, tuple)):
+        proto, name, val = getattr(proto, POOLING_SHAPES[name]), "dim", list(val)
     descriptor = proto.DESCRIPTOR
     if name not in descriptor.fields_by_name:
         raise AttributeError(

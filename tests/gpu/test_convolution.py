@@ -45,6 +45,24 @@ def test_every_candidate(make: Callable[..., Any], case: str, dtype: str) -> Non
             assert tried, task
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", ["unequal sides", "two groups", "three axes / 2", "three axes, two groups"])
+def test_products_of_a_part_of_an_image(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, case: str, dtype: str
+) -> None:
+    """An image whose windows exceed the column buffer is computed in parts."""
+    from caffepy.backend.cuda.convolution import im2col
+    from caffepy.backend.cuda.convolution.problem import Direction, Task
+
+    monkeypatch.setattr(im2col, "COLUMNS_LIMIT", 7000)
+    backend = make(autotune=False)
+    with backend.activate():
+        arrays = Arrays(backend, case, dtype)
+        for direction in Direction:
+            task = Task(arrays.problem, direction)
+            check_candidate(arrays, task, im2col.Im2colConvolution(task, backend._resources))
+
+
 @pytest.mark.parametrize("autotune", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(

@@ -89,6 +89,18 @@ CASES: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
         )
     ),
     ('type: "Pooling3D" pooling3d_param { pool: AVE kernel_size: 6 kernel_depth: 5 }', ((2, 3, 5, 6, 6),)),
+    (
+        'type: "NdConvolution" convolution_param { num_output: 6 group: 3 kernel_shape { dim: 2 dim: 3 dim: 3 } '
+        "stride_shape { dim: 1 dim: 2 dim: 1 } pad_shape { dim: 1 dim: 0 dim: 1 } }",
+        (CLIP,),
+    ),
+    ('type: "NdPooling" pooling_param { kernel_shape { dim: 2 dim: 3 dim: 2 } stride_shape { dim: 2 } }', (CLIP,)),
+    ('type: "NdPooling" pooling_param { pool: AVE global_pooling: true kernel_shape { dim: 1 } }', (CLIP,)),
+    ('type: "PoolingND" pooling_nd_param { kernel_size: 2 kernel_size: 3 kernel_size: 2 stride: 2 }', (CLIP,)),
+    ('type: "Pooling" pooling_param { pool: AVE kernel_size: 3 stride: 2 pad: 1 }', (CLIP,)),
+    ('type: "Pooling" pooling_param { kernel_size: 3 stride: 2 }', ((2, 3, 8),)),
+    ('type: "Pooling" pooling_param { kernel_size: 3 dilation: 2 pad: 1 stride: 2 }', (CLIP,)),
+    ('type: "Pooling" pooling_param { kernel_size: 2 dilation: 2 dilation: 3 }', (IMAGE,)),
     ('type: "Axpy"', ((2, 6), IMAGE, IMAGE)),
     ('type: "Axpy"', ((2, 6, 1, 1), IMAGE, IMAGE)),
     ('type: "MVN"', (IMAGE,)),

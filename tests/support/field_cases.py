@@ -266,6 +266,36 @@ CASES = (
         POOL3D,
     ),
     case("Pooling3D", CLIP, "pooling3d_param", "pad: 1", f"pool: AVE {POOL3D}"),
+    case("Pooling", IMAGE, "pooling_param", "dilation: 2", POOL),
+    case(
+        "NdPooling",
+        CLIP,
+        "pooling_param",
+        "kernel_shape { dim: 2 dim: 3 dim: 2 } | stride_shape { dim: 2 } | pad_shape { dim: 0 dim: 1 dim: 0 }",
+        "kernel_shape { dim: 2 }",
+    ),
+    case(
+        "PoolingND",
+        CLIP,
+        "pooling_nd_param",
+        "pool: AVE | kernel_size: 2 kernel_size: 3 kernel_size: 2 | stride: 2 | pad: 0 pad: 1 pad: 0 |"
+        "global_pooling: true",
+        "kernel_size: 2",
+    ),
+    case(
+        "PoolingND",
+        IMAGE,
+        "pooling_nd_param",
+        "kernel_h: 2 | kernel_w: 2 | stride_h: 2 | stride_w: 2 | pad_h: 1 | pad_w: 1",
+        "kernel_h: 3 kernel_w: 3 stride_h: 1 stride_w: 1",
+    ),
+    case(
+        "NdConvolution",
+        CLIP,
+        "convolution_param",
+        "kernel_shape { dim: 2 dim: 3 dim: 2 } | stride_shape { dim: 2 } | pad_shape { dim: 0 dim: 1 dim: 0 }",
+        "num_output: 2 kernel_shape { dim: 2 }",
+    ),
     case(
         "Pooling",
         IMAGE,

@@ -355,7 +355,24 @@ EXPORT: dict[str, list[Template]] = {
             "positive 2x3x6x7",
         ),
         (f"tops:2 pooling_param {{ pool: MAX {POOL} }}", "2x3x6x7"),
+        ("pooling_param { <|pool: AVE> kernel_size: <2|3> stride: <1|2> pad: <0|1> }", "2x3x5x7x6"),
+        ("pooling_param { kernel_size: <2|3> dilation: <1|2> dilation: <2|3> stride: <1|2> pad: <0|1> }", "2x3x8x9"),
         ("tops:2 pooling_param { global_pooling: true }", "2x3x6x7"),
+    ],
+    "NdConvolution": [
+        (
+            f"convolution_param {{ {OUT} kernel_shape {{ dim: <1|2> dim: <2|3> dim: <1|3> }} "
+            "<|stride_shape { dim: 1 dim: 2 dim: <1|2> }> <|pad_shape { dim: <0|1> }> }",
+            "clip",
+        ),
+    ],
+    "NdPooling": [
+        (
+            "pooling_param { <|pool: MAX|pool: AVE> kernel_shape { dim: <1|2> dim: <2|3> dim: <2|3> } "
+            "<|stride_shape { dim: 1 dim: 2 dim: <1|2> }> <|pad_shape { dim: 0 dim: 1 dim: <0|1> }> }",
+            "2x3x5x7x6",
+        ),
+        ("pooling_param { <|pool: AVE> global_pooling: true kernel_shape { dim: 1 } }", "2x3x5x7x6"),
     ],
     "Pooling3D": [
         (
@@ -369,6 +386,11 @@ EXPORT: dict[str, list[Template]] = {
             "temporal_stride: <1|2> }",
             "2x3x5x7x6",
         ),
+    ],
+    "PoolingND": [
+        (f"pooling_nd_param {{ <|pool: MAX|pool: AVE> <{WINDOW}|{SIDES}> }}", "2x3x6x7"),
+        ("pooling_nd_param { <|pool: AVE> kernel_size: <2|3> stride: <1|2> pad: <0|1> }", "2x3x5x7x6"),
+        ("pooling_nd_param { <|pool: AVE> global_pooling: true }", "2x3x5x7x6"),
     ],
     "Power": [("power_param { scale: <-0.7|0|1|0.5> shift: <0.2|0|-1> power: <1|2|3|0> }", "any"), ("", "any")],
     "PowerFile": [("power_file_param { <|shift_file: SHIFT_FILE> }", "2x3x2x2")],

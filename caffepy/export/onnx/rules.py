@@ -10,6 +10,7 @@ explicit padding gives the same.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -492,9 +493,13 @@ _Pool = caffe_pb2.PoolingParameter
     "Pooling", form="MaxPool, AveragePool, with Mul where the divisors differ; global ones; STOCHASTIC as ratio"
 )
 def pooling(view: OnnxLayer) -> str | list[str]:
-    param, windows = view.param.pooling_param, view.windows(view.layer.geometry)
+    param, g = view.layer.settings, view.layer.geometry
+    reach = tuple(by * (size - 1) + 1 for size, by in zip(g.kernel, g.dilation, strict=True))
+    windows = view.windows(replace(g, kernel=reach))
     if param.pool == _Pool.MAX:
         return _maximum(view, windows)
+    if max(g.dilation) > 1:
+        raise view.error("the average of windows with dilation cannot be exported; remove the dilation, or use MAX")
     if param.pool == _Pool.AVE:
         return view.average(view.x, windows)
     squares = view.average(view.add("Mul", view.x, view.x), windows)
@@ -505,9 +510,11 @@ def pooling(view: OnnxLayer) -> str | list[str]:
 
 def _maximum(view: OnnxLayer, windows: Windows) -> str | list[str]:
     if len(view.tops) == 1:
-        if view.param.pooling_param.global_pooling:
+        if view.layer.settings.global_pooling:
             return view.add("GlobalMaxPool", view.x)
-        return view.add("MaxPool", view.x, **windows.attributes)
+        g = view.layer.geometry
+        dilated = {"kernel_shape": list(g.kernel), "dilations": list(g.dilation)} if max(g.dilation) > 1 else {}
+        return view.add("MaxPool", view.x, **{**windows.attributes, **dilated})
     value, index = view.add_many("MaxPool", 2, view.x, **windows.attributes)
     height, width = view.bottoms[0].shape[2:]
     within = view.add("Mod", index, view.target.constant(np.array(height * width), f"{view.layer.name}/pixels"))

@@ -273,6 +273,8 @@ TORCH.exports("RNN", form="a class; the state begins at 0")(
 # -- convolution and InnerProduct ----------------------------------------------------------------------
 
 _Pool = caffe_pb2.PoolingParameter
+MOST_AXES = 3
+"""The most spatial axes of PyTorch's convolutions and poolings."""
 
 
 @TORCH.exports("Convolution", form="nn.Conv1d, Conv2d or Conv3d")
@@ -331,22 +333,36 @@ def im2col(code: TorchLayer) -> str:
 
 @TORCH.exports(
     "Pooling",
-    form="nn.MaxPool2d, nn.AvgPool2d; global ones nn.AdaptiveMaxPool2d, nn.AdaptiveAvgPool2d; a class for STOCHASTIC "
-    "and for a mask",
+    form="nn.MaxPool1d to 3d, nn.AvgPool1d to 3d; global ones nn.AdaptiveMaxPool1d, nn.AdaptiveAvgPool1d to 3d; a "
+    "class for STOCHASTIC and for a mask",
 )
 def pooling(code: TorchLayer) -> str:
-    param, g = code.param.pooling_param, code.layer.geometry
+    param, g = code.layer.settings, code.layer.geometry
+    is_max, axes = param.pool == _Pool.MAX, len(g.kernel)
+    if axes > MOST_AXES:
+        code.needs_onnx(f"pooling over {axes} axes")
     if param.global_pooling and param.pool != _Pool.STOCHASTIC and len(code.tops) == 1:
-        return code.apply("nn.AdaptiveMaxPool2d(1)" if param.pool == _Pool.MAX else "nn.AdaptiveAvgPool2d(1)")
+        return code.apply(f"nn.Adaptive{'Max' if is_max else 'Avg'}Pool{axes}d(1)")
     kernel, stride = pair(g.kernel), pair(g.stride)
     if param.pool == _Pool.STOCHASTIC:
         return code.apply(call("StochasticPool", kernel, stride=stride, ceil_mode=_rounds_up(param)))
+    dilated = max(g.dilation) > 1
+    if dilated and not is_max:
+        raise code.error("the average of windows with dilation cannot be exported; remove the dilation, or use MAX")
     if any(2 * pad > size for pad, size in zip(g.pad, g.kernel, strict=True)):
+        if axes != 2 or dilated:
+            code.needs_onnx("a pad of more than half of the kernel")
         return _padded(code)
     pad, rounds_up = pair(g.pad) if any(g.pad) else None, True if _rounds_up(param) else None
-    settings = {"stride": stride, "padding": pad, "ceil_mode": rounds_up}
-    kind = "nn.MaxPool2d" if len(code.tops) == 1 else "MaxPoolWithMask"
-    return code.apply(call("nn.AvgPool2d" if param.pool == _Pool.AVE else kind, kernel, **settings))
+    settings = {
+        "stride": stride,
+        "padding": pad,
+        "dilation": pair(g.dilation) if dilated else None,
+        "ceil_mode": rounds_up,
+    }
+    if len(code.tops) > 1:
+        return code.apply(call("MaxPoolWithMask", kernel, **settings))
+    return code.apply(call(f"nn.{'Max' if is_max else 'Avg'}Pool{axes}d", kernel, **settings))
 
 
 def _rounds_up(param: caffe_pb2.PoolingParameter) -> bool:
@@ -359,7 +375,7 @@ def _padded(code: TorchLayer) -> str:
     kernel, stride, pad = pair(windows.kernel), pair(windows.stride), windows.pad
     if len(code.tops) > 1:
         code.needs_onnx("a mask beside a pad of more than half of the kernel")
-    if code.param.pooling_param.pool == _Pool.MAX:
+    if code.layer.settings.pool == _Pool.MAX:
         return code.apply(call("MaxPool", kernel, stride=stride, before=pad, after=windows.after))
     beyond = tuple(max(end - own, 0) for end, own in zip(windows.after, pad, strict=True))
     return code.apply(call("AveragePool", kernel, stride=stride, pad=pad, beyond=beyond))

@@ -25,6 +25,23 @@ def test_a_net_is_read_with_its_comments_lists_and_floats() -> None:
     )
 
 
+def test_pooling_may_repeat_the_settings_of_its_axes() -> None:
+    """As the Caffes that pool over any number of axes declare them; a setting that is given once stays a number."""
+    text = """layer { type: 'Convolution' convolution_param { kernel_size: 3 kernel_size: 5 } }
+    layer { type: 'Pooling' pooling_param { kernel_size: 1 # kernel_size: 7
+      kernel_size: 2, kernel_size:
+      3; stride: 2 pad: 0 pad: 1 pad: 0 } }
+    layer { type: 'Pooling' pooling_param { kernel_size: 4 } } """
+    convolution, pooling, plain = _net(text).layer
+    assert list(convolution.convolution_param.kernel_size) == [3, 5]
+    param = pooling.pooling_param
+    assert (list(param.kernel_shape.dim), list(param.pad_shape.dim), param.stride) == ([1, 2, 3], [0, 1, 0], 2)
+    assert not (param.HasField("kernel_size") or param.HasField("pad") or param.HasField("stride_shape"))
+    assert plain.pooling_param.kernel_size == 4
+    with pytest.raises(ConfigError, match=r"prototxt:6:1: unknown field 'x' of NetParameter"):
+        _net(text + "\nx: 1")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -73,6 +90,7 @@ def test_a_net_is_read_with_its_comments_lists_and_floats() -> None:
         ("layer { type: INNER_PRODUCT }", r"1:15: .*in layer { } write type: \"InnerProduct\", or make it layers { }"),
         ('layer { loss_weight: "2" }', r"1:22: found \"2\" where a number is expected"),
         ('name: "a"\nname: "b"', r":2:\d+: field 'name' of NetParameter is given twice; keep one"),
+        ("layer { pooling_param { kernel_h: 1 kernel_h: 2 } }", "field 'kernel_h' of PoolingParameter is given twice"),
         ("[some.extension] { x: 1 }", r"extension names in \[brackets\]"),
         ("layer { clip_param { min: 1 } }", r"required field 'layer\[0\]\.clip_param\.max' is not set"),
         ("base_lr: 0.1", r"1:1: 'base_lr' is a field of a solver, and a net was expected"),

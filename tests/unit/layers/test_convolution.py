@@ -415,3 +415,15 @@ def test_im2col_refuses():
         Runner("type: 'Im2col'", [gaussian((2, 3, 4, 5))])
     with pytest.raises(ShapeError, match="a smaller kernel or more padding"):
         Runner("type: 'Im2col' convolution_param { kernel_size: 9 }", [gaussian((2, 3, 4, 5))])
+
+
+def test_windows_of_more_elements_than_an_array_may_have():
+    """V-Net's images have 2^32: windows are never all in memory."""
+    x = gaussian((1, 1, 760, 760))
+    text = "type: 'Convolution' convolution_param { num_output: 1 kernel_size: 70 bias_term: false }"
+    weights = gaussian((1, 1, 70, 70), 1)
+    y = Runner(text, [x], params=[weights]).forward()[0]
+    assert 70 * 70 * y.size > 2**31
+    for i, j in ((0, 0), (690, 3), (690, 690)):
+        expected = (x[0, 0, i : i + 70, j : j + 70].astype(float) * weights[0, 0]).sum()
+        assert abs(y[0, 0, i, j] - expected) < 1e-2

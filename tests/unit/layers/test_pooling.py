@@ -107,8 +107,7 @@ def test_settings_that_do_not_fit(settings_text, message):
 @pytest.mark.parametrize(
     ("shape", "settings_text", "message"),
     [
-        ((2, 3, 4), "kernel_size: 2", r"four axes.*both Caffes.*two spatial axes.*'a' is 2 3 4 \(24\)"),
-        ((1, 2, 3, 3, 3), "kernel_size: 2", r"both Caffes, pooling is over two spatial axes \('a' is 1 2 3 3 3 \(54\)"),
+        ((2, 3), "kernel_size: 2", r"must have spatial axes: \(N, C, H, W\), or another number.*'a' is 2 3 \(6\)"),
         ((1, 2, 3, 3), "kernel_size: 9", r"kernel \(9, 9\) does not fit.*1 2 3 3"),
         ((1, 2, 3, 3), "kernel_size: 5 stride: 2", r"kernel \(5, 5\) does not fit.*1 2 3 3"),
         ((1, 2, 3, 3), "kernel_size: 4 stride: 2 round_mode: FLOOR", r"kernel \(4, 4\) does not fit.*1 2 3 3"),

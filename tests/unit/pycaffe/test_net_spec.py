@@ -119,6 +119,14 @@ def test_sequences_become_repeated_fields(value):
     assert list(message.dim) == [1, 2]
 
 
+def test_sizes_of_pooling_for_each_axis():
+    spec = NetSpec()
+    spec.x = L.Input(shape={"dim": [1, 1, 4, 4, 4]})
+    spec.y = L.Pooling(spec.x, kernel_size=[1, 2, 2], stride=(1, 2, 2), pad=0)
+    param = spec.to_proto().layer[1].pooling_param
+    assert (list(param.kernel_shape.dim), list(param.stride_shape.dim), param.pad) == ([1, 2, 2], [1, 2, 2], 0)
+
+
 def test_assign_proto():
     layer = caffe_pb2.LayerParameter()
     assign_proto(layer, "loss_weight", 3)

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from caffepy.backend.cuda.compiler import C_TYPES, launch, library_kernel
 from caffepy.backend.cuda.convolution.algorithm import Operands, Resources
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task, is_product, is_whole_image
 from caffepy.backend.cuda.device import cupy
+from caffepy.backend.cuda.expression import apply
+from caffepy.backend.formulas import identity
 from caffepy.backend.types import Array
 
 COLUMNS_LIMIT = 2**26
-"""Maximum elements of the column buffer; larger batches are computed in parts."""
+"""Maximum elements of the column buffer; larger batches, and larger images, are computed in parts."""
 
 
 def _channels_last(array: Array) -> Array:
@@ -46,11 +50,13 @@ class Im2colConvolution:
         self._outputs = problem.weights[0] // geometry.group
         self._pixels = math.prod(problem.y[2:])
         self._columns = math.prod(geometry.kernel) * self._channels
-        self._defines = _defines(problem)
+        self._defines = _defines(problem, cupy.dtype(problem.array_dtype).char)
         self._whole_image = is_whole_image(problem)
         self._is_product = is_product(problem)
-        limit = COLUMNS_LIMIT // max(self._pixels * self._columns, 1)
-        self._batch = problem.x[0] if self._is_product else max(1, min(problem.x[0], limit))
+        limit = COLUMNS_LIMIT // max(self._columns, 1)
+        self._batch = problem.x[0] if self._is_product else max(1, min(problem.x[0], limit // max(self._pixels, 1)))
+        self._slab = max(1, self._pixels if self._is_product else min(self._pixels, limit))
+        """Windows of an image that are unrolled together; fewer than all if those of one image exceed the limit."""
 
     def prepare(self) -> bool:
         return True
@@ -90,17 +96,24 @@ class Im2colConvolution:
                 else:
                     self._backward_weights(a[part], b[part], result, group, start > 0 or accumulate)
 
-    def _scratch_windows(self, images: int, dtype: str) -> Array:
-        count = images * self._pixels * self._columns
-        windows = self._resources.scratch.get("unrolled windows", count, dtype)
-        return windows.reshape(images * self._pixels, self._columns)
+    def _slabs(self, images: int) -> list[slice]:
+        """Return the windows of each product: those of all images, or some of those of one image."""
+        if self._slab == self._pixels:
+            return [slice(0, images * self._pixels)]
+        return [slice(at, min(at + self._slab, self._pixels)) for at in range(0, self._pixels, self._slab)]
 
-    def _windows(self, x: Array, group: int) -> Array:
-        """Return the windows of images, one per row; the images themselves if a window is a pixel or an image."""
+    def _scratch_windows(self, windows: slice, dtype: str) -> Array:
+        count = windows.stop - windows.start
+        return self._resources.scratch.get("unrolled windows", count * self._columns, dtype).reshape(count, -1)
+
+    def _windows(self, x: Array, group: int, windows: slice) -> Array:
+        """Return windows of images, one per row; the images themselves if a window is a pixel or an image."""
         if self._is_product:
             return self._pixels_or_images(x, group)
-        columns = self._scratch_windows(x.shape[0], self._problem.array_dtype)
-        self._kernel("im2col", x, columns, group, columns.size)
+        columns = self._scratch_windows(windows, self._problem.array_dtype)
+        kernel = library_kernel("im2col", "im2col", self._defines)
+        first = group * self._channels
+        launch(kernel, columns.size, (x, columns, first, windows.start, columns.size))
         return columns
 
     def _pixels_or_images(self, x: Array, group: int) -> Array:
@@ -108,31 +121,51 @@ class Im2colConvolution:
             return x.reshape(x.shape[0], self._columns)
         return _columns_of(x, group, self._channels)
 
-    def _kernel(self, name: str, source: Array, target: Array, group: int, count: int) -> None:
-        kernel = library_kernel("im2col", name, self._defines)
-        launch(kernel, count, (source, target, group * self._channels, count))
-
     def _weights(self, weights: Array, group: int) -> Array:
         flat = weights.reshape(weights.shape[0], self._columns)
         return flat[group * self._outputs : (group + 1) * self._outputs]
 
     def _forward(self, x: Array, weights: Array, y: Array, group: int) -> None:
-        out = _columns_of(y, group, self._outputs)
-        self._blas.gemm(self._windows(x, group), self._weights(weights, group), out, False, True, False)
+        out, own = _columns_of(y, group, self._outputs), self._weights(weights, group)
+        for windows in self._slabs(x.shape[0]):
+            self._blas.gemm(self._windows(x, group, windows), own, out[windows], False, True, False)
 
     def _backward_data(self, dy: Array, weights: Array, dx: Array, group: int) -> None:
         gradient, own = _columns_of(dy, group, self._outputs), self._weights(weights, group)
         if self._is_product:
             self._blas.gemm(gradient, own, self._pixels_or_images(dx, group), False, False, False)
             return
-        # In float32: `col2im` adds up to a window's elements for each pixel, and rounds their sum once.
-        columns = self._scratch_windows(dx.shape[0], "float32")
-        self._blas.gemm(gradient, own, columns, False, False, False)
-        self._kernel("col2im", columns, dx, group, dx.size // self._group)
+        slabs, first, sums = self._slabs(dx.shape[0]), group * self._channels, dx
+        if len(slabs) > 1:
+            if dx.dtype != np.float32:
+                sums = self._resources.scratch.get("image gradient", dx.size, "float32").reshape(dx.shape)
+            _columns_of(sums, group, self._channels).fill(0)
+        kernel = library_kernel("im2col", "col2im", _defines(self._problem, sums.dtype.char))
+        for windows in slabs:
+            # In float32: `col2im` adds up to a window's elements for each pixel, and rounds their sum once.
+            columns = self._scratch_windows(windows, "float32")
+            self._blas.gemm(gradient[windows], own, columns, False, False, False)
+            begin, end = self._pixels_of(windows) if len(slabs) > 1 else (0, dx.size // dx.shape[-1])
+            count = (end - begin) * self._channels
+            numbers = (first, begin, windows.start, windows.stop, int(len(slabs) > 1), count)
+            launch(kernel, count, (columns, sums, *numbers))
+        if sums is not dx and group == self._group - 1:
+            apply(identity, (sums.reshape(-1),), (dx.reshape(-1),), axis=0)
+
+    def _pixels_of(self, windows: slice) -> tuple[int, int]:
+        """Return the first pixel of an image that windows of it may contain, and the end of these pixels."""
+        problem, g = self._problem, self._problem.geometry
+        plane = math.prod(problem.y[3:])
+        rows = [at // plane * g.stride[0] - g.pad[0] for at in (windows.start, windows.stop - 1)]
+        begin, end = max(rows[0], 0), min(rows[1] + g.dilation[0] * (g.kernel[0] - 1) + 1, problem.x[2])
+        pixels = math.prod(problem.x[3:])
+        return begin * pixels, max(begin, end) * pixels
 
     def _backward_weights(self, x: Array, dy: Array, dweights: Array, group: int, accumulate: bool) -> None:
         gradient, target = _columns_of(dy, group, self._outputs), self._weights(dweights, group)
-        self._blas.gemm(gradient, self._windows(x, group), target, True, False, accumulate)
+        for windows in self._slabs(x.shape[0]):
+            unrolled = self._windows(x, group, windows)
+            self._blas.gemm(gradient[windows], unrolled, target, True, False, accumulate or windows.start > 0)
 
 
 def _columns_of(array: Array, group: int, width: int) -> Array:
@@ -145,8 +178,8 @@ def _groups_of(array: Array, number: int) -> Array:
     return array.reshape(-1, number, array.shape[-1] // number).transpose(1, 0, 2)
 
 
-def _defines(problem: Problem) -> str:
-    """Return the constants that kernels/im2col.cu requires."""
+def _defines(problem: Problem, char: str) -> str:
+    """Return the constants that kernels/im2col.cu requires; `char`: the dtype of images."""
     g = problem.geometry
     values = {
         "SIZE": problem.x[2:],
@@ -156,8 +189,7 @@ def _defines(problem: Problem) -> str:
         "PAD": g.pad,
         "DILATION": g.dilation,
     }
-    element = C_TYPES[cupy.dtype(problem.array_dtype).char]
-    lines = [f"#define Element {element}", f"#define AXES {len(g.kernel)}", f"#define CHANNELS {problem.x[1]}"]
+    lines = [f"#define Element {C_TYPES[char]}", f"#define AXES {len(g.kernel)}", f"#define CHANNELS {problem.x[1]}"]
     lines.append(f"#define GROUP_CHANNELS {problem.x[1] // g.group}")
     for name, numbers in values.items():
         lines.append(f"__device__ constexpr int {name}[AXES] = {{{', '.join(map(str, numbers))}}};")

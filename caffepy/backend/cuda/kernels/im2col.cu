@@ -1,7 +1,8 @@
 // Windows of channels-last arrays as rows of a matrix, and back. The text before this file defines the type Element and constants:
 // AXES; SIZE, OUT, KERNEL, STRIDE, PAD, DILATION (one entry a spatial axis); CHANNELS of the array and GROUP_CHANNELS of one
 // group. x is (N, SIZE..., CHANNELS); columns is (N, OUT..., KERNEL..., GROUP_CHANNELS) for the group that starts at channel
-// `first`, in x's own type on the way there and float32 on the way back.
+// `first`, in x's own type on the way there and float32 on the way back. Rows of columns are windows; a part of the windows
+// begins at the window `start`.
 
 __device__ __forceinline__ unsigned int product(const int *values) {
     unsigned int result = 1;
@@ -10,7 +11,7 @@ __device__ __forceinline__ unsigned int product(const int *values) {
 }
 
 // columns = windows of x, 0 outside; one thread an element of columns.
-extern "C" __global__ void im2col(const Element *x, Element *columns, int first, unsigned int count) {
+extern "C" __global__ void im2col(const Element *x, Element *columns, int first, unsigned int start, unsigned int count) {
     EACH_INDEX(i, count) {
         unsigned int rest = i / GROUP_CHANNELS;
         int place[AXES];
@@ -18,6 +19,7 @@ extern "C" __global__ void im2col(const Element *x, Element *columns, int first,
             place[a] = (int)(rest % KERNEL[a]) * DILATION[a] - PAD[a];
             rest /= KERNEL[a];
         }
+        rest += start;
         for (int a = AXES - 1; a >= 0; --a) {
             place[a] += (int)(rest % OUT[a]) * STRIDE[a];
             rest /= OUT[a];
@@ -32,12 +34,15 @@ extern "C" __global__ void im2col(const Element *x, Element *columns, int first,
     }
 }
 
-// x (this group's channels) = sum over all windows that contain a pixel; one thread an element of x, so no atomics.
-extern "C" __global__ void col2im(const float *columns, Element *x, int first, unsigned int count) {
+// x (this group's channels) = sum over the windows from `start` to `stop` that contain a pixel, added to x with `add`; for
+// the pixels from `begin` on; one thread an element of x, so no atomics.
+extern "C" __global__ void col2im(
+    const float *columns, Element *x, int first, unsigned int begin, unsigned int start, unsigned int stop, int add,
+    unsigned int count) {
     const unsigned int window = product(KERNEL);
     EACH_INDEX(i, count) {
         const unsigned int c = i % GROUP_CHANNELS;
-        unsigned int rest = i / GROUP_CHANNELS;
+        unsigned int rest = begin + i / GROUP_CHANNELS;
         const unsigned int at = rest;
         int place[AXES];
         for (int a = AXES - 1; a >= 0; --a) {
@@ -58,8 +63,10 @@ extern "C" __global__ void col2im(const float *columns, Element *x, int first, u
             if (!inside) continue;
             size_t row = rest;
             for (int a = 0; a < AXES; ++a) row = row * OUT[a] + out[a];
-            sum += columns[(row * window + k) * GROUP_CHANNELS + c];
+            if (row < start || row >= stop) continue;
+            sum += columns[((row - start) * window + k) * GROUP_CHANNELS + c];
         }
-        x[(size_t)at * CHANNELS + first + c] = Rounded<Element>::one(sum);
+        Element *target = x + (size_t)at * CHANNELS + first + c;
+        *target = Rounded<Element>::one(add ? sum + to_float(*target) : sum);
     }
 }
