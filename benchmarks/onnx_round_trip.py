@@ -24,11 +24,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/support")]
 
 from onnx_nets import even_out, random_parameters  # noqa: E402
 
-from caffepy.export.onnx.check import compare, random_inputs, run_net  # noqa: E402
+from caffepy.export.check import compare, random_inputs, run_net  # noqa: E402
 from caffepy.export.onnx.libraries import run_model  # noqa: E402
-from caffepy.export.onnx.prepare import Settings, build, fold_batch_norms, open_for_export, with_parameters  # noqa: E402  # noqa: E402
 from caffepy.export.onnx.write import serialised, to_model  # noqa: E402
 from caffepy.export.onnx_import.read import build_imported, check_imported  # noqa: E402
+from caffepy.export.prepare import Settings, build, fold_batch_norms, open_for_export, with_parameters  # noqa: E402  # noqa: E402
 from caffepy.formats.caffemodel import write_caffemodel  # noqa: E402
 from caffepy.net import Net  # noqa: E402
 

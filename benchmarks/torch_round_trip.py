@@ -27,8 +27,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/support")]
 from onnx_nets import even_out, random_parameters  # noqa: E402
 from torch_nets import write_module  # noqa: E402
 
-from caffepy.export.onnx.check import compare, random_inputs, run_net  # noqa: E402
-from caffepy.export.onnx.prepare import Settings, open_for_export, round_to_half  # noqa: E402
+from caffepy.export.check import compare, random_inputs, run_net  # noqa: E402
+from caffepy.export.prepare import Settings, open_for_export, round_to_half  # noqa: E402
 from caffepy.export.torch.write import LIMIT, run_exported  # noqa: E402
 from caffepy.net import Net  # noqa: E402
 

@@ -116,7 +116,7 @@ def _export_weights(args: ExportCommand) -> int:
 
 def _open(args: ExportCommand) -> tuple[Net, caffe_pb2.NetParameter]:
     """The net with its weights, and its message."""
-    from caffepy.export.onnx.prepare import Settings, open_for_export
+    from caffepy.export.prepare import Settings, open_for_export
     from caffepy.formats.proto import caffe_pb2
 
     batch = args.batch if isinstance(args.batch, int) else None
@@ -126,7 +126,7 @@ def _open(args: ExportCommand) -> tuple[Net, caffe_pb2.NetParameter]:
 
 def _sources(args: ExportCommand) -> tuple[Net, Net, caffe_pb2.NetParameter]:
     """The net as read; the net to export, folded and rounded as the options say; and the message of the latter."""
-    from caffepy.export.onnx.prepare import build, fold_batch_norms, round_to_half, with_parameters
+    from caffepy.export.prepare import build, fold_batch_norms, round_to_half, with_parameters
 
     net, param = _open(args)
     source = net
@@ -159,7 +159,7 @@ def _check(
     """Compare the export with the net and print the differences; if the batch is dynamic, also for a larger batch."""
     # With --half the export is compared with the rounded net, and the rounded net with the net. `run_alone` exports and
     # runs a net of one layer, for layers whose branches the net's inputs may not reach.
-    from caffepy.export.onnx.check import (
+    from caffepy.export.check import (
         compare,
         difference,
         larger_batch,
@@ -211,9 +211,9 @@ def _export_onnx(args: ExportCommand) -> int:
         raise ConfigError(
             f"onnxruntime, needed to check the file, is not installed: {install_command('onnx')}, or give --no-check"
         )
-    from caffepy.export.onnx.check import LIMIT
-    from caffepy.export.onnx.prepare import varying_axes
+    from caffepy.export.check import LIMIT
     from caffepy.export.onnx.write import serialised, to_model
+    from caffepy.export.prepare import varying_axes
 
     _check_output(args, args.output)
     net, source, param = _sources(args)
@@ -234,7 +234,7 @@ def _export_onnx(args: ExportCommand) -> int:
 
 
 def _export_torch(args: ExportCommand) -> int:
-    from caffepy.export.onnx.prepare import as_half, varying_axes
+    from caffepy.export.prepare import as_half, varying_axes
     from caffepy.export.torch.write import LIMIT, require_torch, run_exported, to_torch
     from caffepy.formats.safetensors import SUFFIX, write_tensors
 
@@ -323,8 +323,10 @@ class QuantizeCommand(DialectOption, ReadsNets):
         require_onnx("to quantize nets")
         if not has_runtime():
             raise MissingExtraError("onnxruntime", EXTRA, "to quantize nets")
-        from caffepy.export.onnx.check import compare, difference, refuse_large, run_net
-        from caffepy.export.onnx.prepare import (
+        from caffepy.export.check import compare, difference, refuse_large, run_net
+        from caffepy.export.onnx.quantize import quantize
+        from caffepy.export.onnx.write import serialised, to_model
+        from caffepy.export.prepare import (
             Settings,
             build,
             fold_batch_norms,
@@ -332,8 +334,6 @@ class QuantizeCommand(DialectOption, ReadsNets):
             varying_axes,
             with_parameters,
         )
-        from caffepy.export.onnx.quantize import quantize
-        from caffepy.export.onnx.write import serialised, to_model
 
         check_output(self.output, self.overwrite, filter(None, (self.model, *self.weights, self.like, self.images)))
         net, param = open_for_export(self.model, self.weights, Settings())

@@ -279,6 +279,8 @@ def _reading_nets(command: Command) -> Iterator[None]:
 def build_parser(arguments: Sequence[str] = ()) -> Parser:
     """Return the parser; if `arguments` name a command, only with that command, to avoid importing the others.
 
+    If they are options alone, as ``--help``, its commands have no options.
+
     Raises:
         ConfigError: the command is unknown.
     """
@@ -298,7 +300,8 @@ def build_parser(arguments: Sequence[str] = ()) -> Parser:
         summary = summary[:1].lower() + summary[1:].removesuffix(".")
         command = subparsers.add_parser(name, help=summary, description=description)
         command.set_defaults(parser=command)
-        add_options(command, cls)
+        if not arguments or _command_word(arguments) is not None:
+            add_options(command, cls)
     parser.epilog = f"{subparsers.listing(GROUPS)}\n\n{_EPILOGUE}"
     add_options(parser, Command)
     parser.set_defaults(parser=parser)

@@ -86,7 +86,7 @@ class RuntimeNet:
         self._compare(net)
 
     def _compare(self, net: Net) -> None:
-        from caffepy.export.onnx.check import compare, random_inputs, refuse_large, run_net
+        from caffepy.export.check import compare, random_inputs, refuse_large, run_net
 
         inputs = random_inputs(net)
         differences = compare(self.run(inputs), run_net(net, inputs))

@@ -8,9 +8,9 @@ from google.protobuf import text_format
 from onnx import ModelProto
 
 from caffepy.backend.cpu.backend import CpuBackend
-from caffepy.export.onnx.prepare import Settings, build, inference_net
 from caffepy.export.onnx.write import serialised, to_model
 from caffepy.export.onnx_import.read import read_onnx
+from caffepy.export.prepare import Settings, build, inference_net
 from caffepy.formats.proto import caffe_pb2
 from caffepy.net import Net
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from onnx_nets import random_inputs
 
-from caffepy.export.onnx.check import run_net
+from caffepy.export.check import run_net
 from caffepy.export.onnx_import.read import build_imported, check_imported
 
 FILES = sorted((Path(__file__).parent / "onnx").glob("*.onnx"))

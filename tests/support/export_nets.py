@@ -3,7 +3,7 @@
     python tests/support/export_nets.py --count 500
 
 An export is right, refused by name, or wrong. Inputs that no layer reads are among them, and the values of the others
-are those of the exports' own checks (`export/onnx/check.py`, random_inputs): inverted boxes, regions outside of images.
+are those of the exports' own checks (`export/check.py`, random_inputs): inverted boxes, regions outside of images.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from torch_nets import HAS_TORCH, write_module
 from wide_nets import try_layer
 
 from caffepy.errors import ConfigError, UserError
-from caffepy.export.onnx.check import compare, larger_batch, random_inputs, run_net
+from caffepy.export.check import compare, larger_batch, random_inputs, run_net
 from caffepy.export.onnx.libraries import run_model
-from caffepy.export.onnx.prepare import Settings, build, fold_batch_norms, inference_net, varying_axes, with_parameters
 from caffepy.export.onnx.write import serialised, to_model
+from caffepy.export.prepare import Settings, build, fold_batch_norms, inference_net, varying_axes, with_parameters
 from caffepy.export.torch.write import run_exported
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.export_rules import TORCH, import_families

@@ -30,8 +30,8 @@ from caffepy.backend import create_backend
 from caffepy.distributed import DistributedDataParallel, ProcessGroup
 from caffepy.errors import SnapshotError
 from caffepy.export.onnx.libraries import run_model
-from caffepy.export.onnx.prepare import fold_batch_norms, with_parameters
 from caffepy.export.onnx.write import serialised, to_model
+from caffepy.export.prepare import fold_batch_norms, with_parameters
 from caffepy.formats.caffemodel import read_weights, write_caffemodel
 from caffepy.formats.proto import caffe_pb2
 from caffepy.infer.model import Model

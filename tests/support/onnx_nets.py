@@ -8,11 +8,11 @@ import numpy as np
 from google.protobuf import text_format
 
 from caffepy.backend import create_backend
-from caffepy.export.onnx.check import compare, random_inputs, run_net
+from caffepy.export.check import compare, random_inputs, run_net
 from caffepy.export.onnx.libraries import run_model
-from caffepy.export.onnx.prepare import Settings, build, inference_net
 from caffepy.export.onnx.write import serialised, to_model
 from caffepy.export.onnx_import.read import build_imported
+from caffepy.export.prepare import Settings, build, inference_net
 from caffepy.formats.proto import caffe_pb2
 from caffepy.net import Net
 

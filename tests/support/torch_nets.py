@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from caffepy.export.onnx.check import compare, random_inputs, run_net
+from caffepy.export.check import compare, random_inputs, run_net
 from caffepy.export.torch.write import Varying, run_exported, to_torch
 from caffepy.formats.safetensors import write_tensors
 from caffepy.net import Net

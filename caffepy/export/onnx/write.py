@@ -16,7 +16,7 @@ from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, num
 from caffepy.errors import ConfigError
 from caffepy.export.lowering import Lowering, Varying
 from caffepy.export.onnx import rules
-from caffepy.export.onnx.prepare import as_half
+from caffepy.export.prepare import as_half
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.blob import Blob
 from caffepy.layers.export_rules import ONNX, PARAMETER_NAMES, OnnxLayer

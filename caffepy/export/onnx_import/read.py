@@ -16,9 +16,8 @@ from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from caffepy.backend import create_backend
 from caffepy.errors import ConfigError, RunError, one_line
-from caffepy.export.onnx.check import Difference, compare, random_inputs, refuse_large, run_net
+from caffepy.export.check import Difference, compare, random_inputs, refuse_large, run_net
 from caffepy.export.onnx.libraries import run_model
-from caffepy.export.onnx.prepare import fold_batch_norms, merge_scales
 from caffepy.export.onnx.write import COMPOSITE_KEY
 from caffepy.export.onnx_import import rules
 from caffepy.export.onnx_import.evaluate import EVALUATORS, evaluate
@@ -32,6 +31,7 @@ from caffepy.export.onnx_import.model import (
     opset_of,
     read_model,
 )
+from caffepy.export.prepare import fold_batch_norms, merge_scales
 from caffepy.formats.caffemodel import read_caffemodel, write_caffemodel
 from caffepy.formats.load import read_net
 from caffepy.formats.proto import caffe_pb2

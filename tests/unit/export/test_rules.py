@@ -17,10 +17,10 @@ from onnx_nets import assert_exported, layer_net, layer_text, net_of
 from torch_nets import HAS_TORCH, assert_module, write_module
 
 from caffepy.errors import ConfigError, ShapeError
-from caffepy.export.onnx.check import larger_batch, random_inputs, run_net
+from caffepy.export.check import larger_batch, random_inputs, run_net
 from caffepy.export.onnx.libraries import run_model
-from caffepy.export.onnx.prepare import Settings, inference_net, varying_axes
 from caffepy.export.onnx.write import serialised, to_model
+from caffepy.export.prepare import Settings, inference_net, varying_axes
 from caffepy.export.torch.write import run_exported, to_torch
 from caffepy.formats.fields import NO_MEANING, REFUSED
 from caffepy.formats.proto import caffe_pb2

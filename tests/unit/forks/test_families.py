@@ -48,7 +48,7 @@ from pathlib import Path
 import caffepy
 from caffepy.backend.meta import MetaBackend
 from caffepy.errors import ConfigError
-from caffepy.export.onnx.prepare import Settings, build, inference_net
+from caffepy.export.prepare import Settings, build, inference_net
 from caffepy.export.torch.write import to_torch
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers import LayerContext

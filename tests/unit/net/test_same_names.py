@@ -11,9 +11,9 @@ from training import CPU, build_net, build_solver
 
 from caffepy import pycaffe as caffe
 from caffepy.errors import ConfigError, RunError, SnapshotError
-from caffepy.export.onnx.prepare import with_parameters
 from caffepy.export.onnx.write import serialised, to_model
 from caffepy.export.onnx_import.read import read_onnx
+from caffepy.export.prepare import with_parameters
 from caffepy.formats.proto import caffe_pb2
 from caffepy.formats.prototxt import parse_text
 from caffepy.net import Net

@@ -11,11 +11,9 @@ import pytest
 from training import CPU, PLAIN, TESTED, TINY, build_solver, weights_of
 
 from caffepy.data.sharding import Shard
-from caffepy.errors import ConfigError, NonFiniteError
-from caffepy.formats.solverstate import read_solverstate
+from caffepy.errors import ConfigError
 from caffepy.training.callback import Action
-from caffepy.training.solver import Solver, create_solver
-from caffepy.utils.options import ExecutionOptions
+from caffepy.training.solver import create_solver
 
 
 def test_a_solvers_file_must_be_read_first() -> None:
@@ -221,34 +219,6 @@ def test_a_snapshot_after_training_where_it_is_wanted(tmp_path: Path, wanted: st
     with build_solver(text, TINY) as solver:
         solver.solve()
     assert sorted(path.name for path in tmp_path.iterdir()) == files
-
-
-def test_layers_without_records_have_no_position_in_a_snapshot(tmp_path: Path) -> None:
-    with build_solver(PLAIN + f'snapshot_prefix: "{tmp_path}/x"', TINY) as solver:
-        assert not read_solverstate(solver.snapshot()).message.data_position
-
-
-def poison(solver: Solver) -> None:
-    CPU.fill(solver.net.layers[1].blobs[0].data, float("nan"))
-
-
-@pytest.mark.parametrize("share", [False, True])
-def test_a_loss_that_is_not_finite_names_iteration_and_layer(share: bool) -> None:
-    with build_solver(PLAIN, TINY, engine=ExecutionOptions(share=share)) as solver:
-        solver.step(1)
-        poison(solver)
-        where = "in another forward pass " if share else ""
-        message = rf"iteration 1: the loss is nan; {where}the first layer whose output is not finite is 'ip' \(Inner"
-        with pytest.raises(NonFiniteError, match=message):
-            solver.step(1)
-
-
-def test_keep_going_only_warns(caplog: pytest.LogCaptureFixture) -> None:
-    with build_solver(PLAIN, TINY, keep_going=True) as solver:
-        poison(solver)
-        solver.step(2)
-        assert solver.iteration == 2
-    assert "iteration 1: the loss is nan" in caplog.text
 
 
 def test_debug_info_only_where_it_is_displayed(lines: Any) -> None:

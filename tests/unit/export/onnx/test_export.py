@@ -1,20 +1,17 @@
-"""What the export to ONNX alone does: versions of the operators, folding, inputs, and what its checks feed."""
+"""What the export to ONNX alone does: versions of the operators, inputs, order of equal scores and refusals."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from export_cases import CASES, CHAIN, DETECT
-from google.protobuf import text_format
+from export_cases import CASES, DETECT
 from onnx_nets import assert_exported, layer_net, layer_text, net_of
 
 from caffepy.errors import ConfigError
-from caffepy.export.onnx.check import random_inputs, run_net
+from caffepy.export.check import random_inputs, run_net
 from caffepy.export.onnx.libraries import run_model
-from caffepy.export.onnx.prepare import Settings, build, fold_batch_norms, inference_net, varying_axes, with_parameters
 from caffepy.export.onnx.write import NEWEST, OLDEST, serialised, to_model
-from caffepy.formats.dialect import override_dialect
-from caffepy.formats.proto import caffe_pb2
+from caffepy.export.prepare import Settings, inference_net, varying_axes
 
 
 @pytest.mark.parametrize("opset", [OLDEST, 18, NEWEST])
@@ -22,42 +19,6 @@ def test_every_version_of_the_operators_gives_them(opset: int):
     for layer, shapes in CASES:
         if "MVN" in layer or "HardSwish" in layer or "Slice" in layer or "ReLU" in layer or "Reduction" in layer:
             assert_exported(layer_net(layer, *shapes), opset=opset)
-
-
-@pytest.mark.parametrize("dialect", ["bvlc", "nvidia"])
-def test_folding_gives_the_same_numbers_with_fewer_layers(dialect: str):
-    with override_dialect(dialect):
-        net = net_of(CHAIN.replace('layer { name: "quiet"', 'layer { exclude { phase: TEST } name: "quiet"'))
-        folded = fold_batch_norms(with_parameters(inference_net(net.param, Settings()), net), dialect == "nvidia")
-    assert [layer.type for layer in folded.layer if layer.type in ("BatchNorm", "Scale")] == ["Scale", "Scale"]
-    other = build(folded, net.backend)
-    other.copy_trained_layers_from(folded, "folded")
-    inputs = random_inputs(net)
-    wanted, found = run_net(net, inputs)["sum"], run_net(other, inputs)["sum"]
-    assert np.abs(wanted - found).max() <= 1e-5 * np.abs(wanted).max()
-    assert_exported(other)
-
-
-def test_folding_of_bn():
-    kinds = ("eps: 1e-3", "inverse_std: true", "bn_mode: INFERENCE")
-    text = 'layer { name: "data" type: "Input" top: "x" input_param { shape { dim: 2 dim: 3 dim: 6 dim: 6 } } }'
-    bottom = "x"
-    for number, fields in enumerate((*kinds, "bn_mode: LEARN")):
-        top = f"x{number}"
-        text += f"""
-    layer {{ name: "c{number}" type: "Convolution" bottom: "{bottom}" top: "{top}" convolution_param {{ num_output: 4
-      kernel_size: 1 }} }}
-    layer {{ name: "bn{number}" type: "BN" bottom: "{top}" top: "{top}" bn_param {{ {fields} }} }}"""
-        bottom = top
-    net = net_of(text)
-    folded = fold_batch_norms(with_parameters(inference_net(net.param, Settings()), net))
-    assert [layer.type for layer in folded.layer if layer.type in ("BN", "Scale")] == ["BN"]
-    other = build(folded, net.backend)
-    other.copy_trained_layers_from(folded, "folded")
-    inputs = random_inputs(net)
-    wanted, found = run_net(net, inputs)["x3"], run_net(other, inputs)["x3"]
-    assert np.abs(wanted - found).max() <= 1e-4 * np.abs(wanted).max()
-    assert_exported(other)
 
 
 def test_inputs_of_other_batches_have_names_of_their_own_for_them():
@@ -77,11 +38,6 @@ def test_a_shape_that_depends_on_the_batch_twice_is_refused():
         to_model(net, varying=varying_axes(inference_net(net.param, Settings())))
 
 
-def test_a_net_without_layers_is_refused_with_its_phase():
-    with pytest.raises(ConfigError, match="the net has no layers for inference in the TEST phase; give --phase or "):
-        inference_net(caffe_pb2.NetParameter(), Settings())
-
-
 @pytest.mark.parametrize("code", ["CORNER", "CENTER_SIZE"])
 def test_a_threshold_above_1_suppresses_nothing(code: str):
     net = net_of((DETECT % (240, f"code_type: {code}", "")).replace("nms_threshold: 0.4", "nms_threshold: 1.5"))
@@ -98,26 +54,6 @@ def test_of_equal_scores_the_first_stay(more: str, nms: str):
     for name, values in (("conf", scores), ("loc", 0 * inputs["loc"])):
         inputs[name] = values.reshape(inputs[name].shape)
     assert_exported(net, 2e-5, inputs)
-
-
-@pytest.mark.parametrize("code", ["CORNER", "CENTER_SIZE", "CORNER_SIZE"])
-def test_the_check_feeds_boxes_and_scores_that_reach_every_branch(code: str):
-    net = net_of(DETECT % (240, f"code_type: {code}", ""))
-    rows = run_net(net, random_inputs(net))["out"].reshape(-1, 7)
-    width, height = (rows[:, 5:] - rows[:, 3:5]).T
-    assert len(np.unique(rows[:, 2])) < len(rows)
-    if code == "CENTER_SIZE":
-        assert ((width == 0) & (height == 0)).any()
-    else:
-        assert ((width < 0) & (height > 0)).any() and ((width < 0) & (height < 0)).any()
-
-
-def test_the_check_feeds_regions_that_reach_every_branch():
-    net = layer_net('type: "ROIPooling" roi_pooling_param { pooled_h: 2 pooled_w: 3 }', (2, 6, 7, 5), (40, 5))
-    image, left, top, right, bottom = random_inputs(net)["x1"].T
-    assert set(image) == {0, 1}
-    assert (right < left).any() and (bottom < top).any() and (left > 4).any() and (top < 0).any()
-    assert (left % 1 == 0.5).any()
 
 
 @pytest.mark.parametrize("kind", ["ROIAlign", "ROIWarping", "PSROIAlign"])
@@ -151,15 +87,6 @@ def test_an_input_that_no_layer_reads_is_left_out():
     model = to_model(net)
     assert [one.name for one in model.graph.input] == ["x1"]
     assert list(run_model(serialised(model), random_inputs(net))) == ["y"]
-
-
-def test_a_data_layer_is_refused():
-    text = 'layer { name: "d" type: "Data" top: "data" data_param { source: "x" batch_size: 2 } }'
-    param = text_format.Parse(text, caffe_pb2.NetParameter())
-    with pytest.raises(
-        ConfigError, match="layer 'd' .Data. reads records, which an exported net does not; export the deploy"
-    ):
-        inference_net(param, Settings())
 
 
 def test_a_version_that_is_not_known_is_refused():

@@ -10,8 +10,8 @@ from onnx_nets import even_out, random_parameters
 from torch_nets import assert_module
 
 from caffepy.cli.main import main
-from caffepy.export.onnx.check import random_inputs, run_net
-from caffepy.export.onnx.prepare import Settings, open_for_export
+from caffepy.export.check import random_inputs, run_net
+from caffepy.export.prepare import Settings, open_for_export
 from caffepy.export.torch.write import MODULE_NAMES, run_exported, to_torch
 from caffepy.formats.caffemodel import write_caffemodel
 

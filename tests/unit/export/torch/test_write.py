@@ -11,7 +11,7 @@ from export_cases import CHAIN
 from onnx_nets import layer_net, layer_text, net_of
 
 from caffepy.cli.main import main
-from caffepy.export.onnx.prepare import Settings, open_for_export, varying_axes
+from caffepy.export.prepare import Settings, open_for_export, varying_axes
 from caffepy.export.torch.write import WIDTH, class_texts, names_in, to_torch
 from caffepy.formats.caffemodel import write_caffemodel
 

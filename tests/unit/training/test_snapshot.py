@@ -10,11 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 from snapshot_runs import FORMATS, NET, SOLVER, train
-from training import build_solver
+from training import PLAIN, TINY, build_solver
 
 from caffepy.data.sharding import Shard
 from caffepy.errors import SnapshotError
 from caffepy.formats.proto.caffe_pb2 import SolverState
+from caffepy.formats.solverstate import read_solverstate
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.mark.parametrize("rule", ["SGD", "Adam"])
@@ -94,6 +102,11 @@ def test_data_layers_positions_are_kept() -> None:
         train_place, test_place = Positioned(solver.net.layers[0]), Positioned(solver.test_nets[0].layers[0])
         solver.restore(Path("x_iter_1.solverstate"))
         assert (train_place.sought, test_place.sought) == (123, 40)
+
+
+def test_layers_without_records_have_no_position_in_a_snapshot(tmp_path: Path) -> None:
+    with build_solver(PLAIN + f'snapshot_prefix: "{tmp_path}/x"', TINY) as solver:
+        assert not read_solverstate(solver.snapshot()).message.data_position
 
 
 def test_caffes_own_state_starts_the_data_anew() -> None:

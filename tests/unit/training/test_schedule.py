@@ -1,4 +1,4 @@
-"""Epochs: their ends, tests and snapshots there, and how durations are written."""
+"""What falls due at the ends of epochs, and how long an epoch is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from caffepy.distributed import DistributedDataParallel, ProcessGroup
 from caffepy.errors import ConfigError
 from caffepy.pycaffe.device import mode
 from caffepy.pycaffe.solver import SGDSolver
-from caffepy.training.display import duration
 from caffepy.training.solver import Solver
 
 RECORDS = 40
@@ -112,8 +111,3 @@ def test_a_net_without_records_has_no_epochs() -> None:
         build_solver(SOLVER, dummy),
     ):
         pass
-
-
-@pytest.mark.parametrize("seconds, text", [(0.2, "0s"), (61, "1m 1s"), (7325.4, "2h 2m 5s"), (3600, "1h 0m 0s")])
-def test_duration(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
