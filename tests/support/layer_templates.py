@@ -361,7 +361,7 @@ EXPORT: dict[str, list[Template]] = {
     ],
     "NdConvolution": [
         (
-            f"convolution_param {{ {OUT} kernel_shape {{ dim: <1|2> dim: <2|3> dim: <1|3> }} "
+            f"convolution_param {{ {OUTPUTS} kernel_shape {{ dim: <1|2> dim: <2|3> dim: <1|3> }} "
             "<|stride_shape { dim: 1 dim: 2 dim: <1|2> }> <|pad_shape { dim: <0|1> }> }",
             "clip",
         ),
