@@ -24,7 +24,7 @@ from caffepy.formats.snapshot_files import restore_first, snapshots
 from caffepy.layers.python import acting_as
 from caffepy.logs.performance_report import Performance
 from caffepy.logs.trace import NO_TRACE, Trace, Tracer
-from caffepy.training.callback import Action, SingleDevice, SolverCallback
+from caffepy.training.callback import Action
 from caffepy.training.callbacks.check_run import check_training, shortened
 from caffepy.training.callbacks.early_stop import EarlyStop
 from caffepy.training.callbacks.logger_callback import LoggerCallback
@@ -197,14 +197,13 @@ class P2PSync(DeviceThread):
 
     def _build(self, backend: Backend) -> Solver:
         options = self._options
-        callback: SolverCallback = self._exchange if self._several else SingleDevice()
         param = shortened(options.solver, self.spec.shard.world_size) if options.check_only else options.solver
         solver = create_solver(
             param,
             backend,
             shard=self.spec.shard,
             resolve=options.resolve,
-            callback=callback,
+            callback=self._exchange if self._several else None,
             request=self._request,
             keep_going=options.keep_going,
             engine=options.engine,

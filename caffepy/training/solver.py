@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -67,58 +66,54 @@ def on_device(method: Callable[Concatenate[Solver, P], T]) -> Callable[Concatena
     return function
 
 
-@dataclass(frozen=True)
-class TrainContext:
-    """What a solver is given besides its prototxt and its device.
-
-    Args:
-        shard: the device's rank among all that train together.
-        resolve: finds the files that the solver names.
-        callback: the other devices.
-        request: asked in every iteration for a stop or a snapshot, as signals want them; None: there are none.
-        engine: how iterations are run.
-        trace: takes the times of what this device does.
-        keep: which snapshots stay when a newer one is written.
-        keep_going: log a loss that is not finite instead of stopping.
-        guard: skip updates whose gradients are not finite also where the net itself does not need it.
-        max_skipped: updates skipped in a row after which training ends.
-        timeout: longest wait for data, in seconds.
-    """
-
-    shard: Shard = field(default_factory=Shard)
-    resolve: PathResolver = field(default_factory=lambda: PathResolver(None))
-    callback: SolverCallback = field(default_factory=SingleDevice)
-    request: Callable[[], Action] | None = None
-    engine: ExecutionOptions = field(default_factory=ExecutionOptions)
-    trace: Tracer = NO_TRACE
-    keep: RetentionPolicy = field(default_factory=RetentionPolicy)
-    keep_going: bool = False
-    guard: bool = False
-    max_skipped: int = MAX_SKIPPED
-    timeout: float = 600.0
-
-
 class Solver:
     """Trains a net on one device.
 
     Args:
         param: the solver's prototxt, upgraded. A negative random_seed makes this solver draw one.
         backend: the device, active in the calling thread.
-        context: whatever else it needs.
+        shard: the device's rank among all that train together; None: it trains alone.
+        resolve: finds the files that the solver names; None: relative to the working folder.
+        callback: the other devices; None: there are none.
+        request: asked in every iteration for a stop or a snapshot, as signals want them; None: there are none.
+        engine: how iterations are run; None: as `ExecutionOptions` has it.
+        trace: takes the times of what this device does.
+        keep: which snapshots stay when a newer one is written; None: all.
+        keep_going: log a loss that is not finite instead of stopping.
+        guard: skip updates whose gradients are not finite also where the net itself does not need it.
+        max_skipped: updates skipped in a row after which training ends.
+        timeout: longest wait for data, in seconds.
 
     Raises:
         ConfigError: the type is unknown, or solver and nets do not hold together.
     """
 
-    def __init__(self, param: SolverParameter, backend: Backend, context: TrainContext) -> None:
+    def __init__(
+        self,
+        param: SolverParameter,
+        backend: Backend,
+        *,
+        shard: Shard | None = None,
+        resolve: PathResolver | None = None,
+        callback: SolverCallback | None = None,
+        request: Callable[[], Action] | None = None,
+        engine: ExecutionOptions | None = None,
+        trace: Tracer = NO_TRACE,
+        keep: RetentionPolicy | None = None,
+        keep_going: bool = False,
+        guard: bool = False,
+        max_skipped: int = MAX_SKIPPED,
+        timeout: float = 600.0,
+    ) -> None:
         self._created = time.monotonic()
         rule = RULES.get(param.type, "solver")
         self.param = param = copy.deepcopy(param)
         self.backend = backend
-        self.shard, self.resolve, self.callback = context.shard, context.resolve, context.callback
+        self.shard, self.resolve = shard or Shard(), resolve or PathResolver(None)
+        self.callback = callback or SingleDevice()
         self.log = RootLog(self.callback.is_root)
-        self.requests = StopRequests(context.request, alone=self.world_size == 1)
-        self._trace, self._keep_going = context.trace, context.keep_going
+        self.requests = StopRequests(request, alone=self.world_size == 1)
+        self._trace, self._keep_going = trace, keep_going
         self.iteration = 0
         """How many iterations were made, those before a snapshot that was restored included."""
         self.losses = LossWindow(param.average_loss)
@@ -133,19 +128,19 @@ class Solver:
         log_ignored(param)
         if param.random_seed < 0:
             param.random_seed = secrets.randbits(31)
-        histories, engine = rule.histories(), context.engine
+        histories, engine = rule.histories(), engine or ExecutionOptions()
         # Where debug_info does not read the blobs between layers, layers may be fused and blobs share memory.
         fuse, share = (wanted and not param.debug_info for wanted in (engine.fuse, engine.share))
         shared = LayerContext(
             backend,
             shard=self.shard,
             resolve=self.resolve,
-            timeout=context.timeout,
+            timeout=timeout,
             check_wait=self.requests.check_wait,
         )
         self._factory = NetFactory(param, shared, fuse, share)
         with suggest_batch_size_on_oom(self._factory, histories), backend.activate():
-            self.net = self._factory.train_net(context.trace)
+            self.net = self._factory.train_net(trace)
             for names in param.weights if self.callback.is_root else ():
                 self.load_weights([self.resolve(name.strip()) for name in names.split(",")])
             alone = self.world_size == 1
@@ -163,9 +158,9 @@ class Solver:
                 net.keeps_copies = False
             self.replicated: list[Array] = []
             """Further arrays that all devices get from the root before the first iteration."""
-            guard = context.guard or "float16" in self.net.parameters.copies
+            guard = guard or "float16" in self.net.parameters.copies
             chosen = rule(param, self.net.context.nvidia)
-            self.update = Update(self.net, chosen, self.history, guard, context.max_skipped)
+            self.update = Update(self.net, chosen, self.history, guard, max_skipped)
             self.hyperparameters = Hyperparameters(
                 param,
                 self.net,
@@ -181,7 +176,7 @@ class Solver:
         self.clock = Clock(self.performance, backend, lambda: self.callback.on_clock_start(), self.net.waited)
         self._display = Display(param, self.net, self.update.guard, self.clock, self.schedule, self.log)
         self._observers = IterationCallbacks(partial(self.requests.ask_for, Action.STOP))
-        self.snapshots = Snapshots(self, context.keep)
+        self.snapshots = Snapshots(self, keep or RetentionPolicy())
 
     def _new_graph_executor(self) -> GraphExecutor:
         captures = not self._eager and not self.param.debug_info
@@ -529,7 +524,7 @@ def create_solver(param: SolverParameter, backend: Backend, **context: Any) -> S
     Args:
         param: as `Solver` takes it.
         backend: the device, active in the calling thread.
-        context: fields of a `TrainContext`; None: the default.
+        context: keywords of `Solver`; None: the default.
 
     Raises:
         ConfigError: the type is unknown, the solver or its nets do not hold together, or it is no message at all.
@@ -537,4 +532,4 @@ def create_solver(param: SolverParameter, backend: Backend, **context: Any) -> S
     if not isinstance(param, SolverParameter):
         raise ConfigError(f"create_solver needs a SolverParameter; caffepy.read_solver({param!r}) would read one")
     check_values(param)
-    return Solver(param, backend, TrainContext(**{name: value for name, value in context.items() if value is not None}))
+    return Solver(param, backend, **{name: value for name, value in context.items() if value is not None})
