@@ -316,6 +316,10 @@ class OneFamily:
         self._family, self._part = family, part
         self.used = 0
 
+    def will_time(self, task: Any, resources: Any) -> bool:
+        """Whether kernels are compiled ahead: none, as one candidate is."""
+        return False
+
     def choose(self, task: Any, families: Sequence[Any], operands: Any, resources: Any) -> Any:
         """The candidate."""
         own = [c for f in families if f.name == self._family for c in f.candidates() if self._part in c.name]

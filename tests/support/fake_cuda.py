@@ -188,6 +188,10 @@ class EveryCandidate:
 
     enabled = True
 
+    def will_time(self, task: Any, resources: Any) -> bool:
+        """Whether kernels are compiled ahead: none, as each runs."""
+        return False
+
     def choose(self, task: Any, families: Sequence[Any], operands: Any, resources: Any) -> Any:
         """The last one."""
         from caffepy.backend.cuda.convolution.autotune import Stopwatch, difference, largest, operands_for

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from caffepy.backend.cpu.jit.deferred import cpu_count
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.types import WIDE_LOAD, Array
 from caffepy.errors import RunError
@@ -120,8 +119,9 @@ def compile_side_by_side(works: Sequence[Callable[[], object]]) -> None:
             work()
 
     if works:
-        logger.info("Compiling up to %d CUDA kernels on %d cores", len(works), cpu_count())
-        with ThreadPoolExecutor(min(len(works), cpu_count()), "nvrtc") as threads:
+        cores = len(os.sched_getaffinity(0))
+        logger.info("Compiling up to %d CUDA kernels on %d cores", len(works), cores)
+        with ThreadPoolExecutor(min(len(works), cores), "nvrtc") as threads:
             list(threads.map(run, works))
 
 

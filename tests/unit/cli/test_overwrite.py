@@ -137,7 +137,7 @@ WRITE_NOTHING = "bench completion device_query launch net snapshot test test_det
 READ = (
     "calibrate calibrate_network classes data files from_log hostfile image_file images input_db input_folder "
     "label_file label_map label_map_file labels like listfile log mapfile mean_file model name_id_file net "
-    "old plugins profile proto rootfolder snapshot solver source weights"
+    "old plugins profile proto rootfolder snapshot solver source survey weights"
 )
 """Arguments that name files or folders which are read."""
 OTHER = (

@@ -138,6 +138,7 @@ ALONE = [
     *[(kind, "") for kind in ("SeLUDropout", "Gather", "Scatter")],
     ("Reverse", "reverse_param { axis: 2 }"),
     ("Flip", "flip_param { flip_height: true }"),
+    ("CropCenter", "crop_center_param { crop_size: 0 crop_size: 0 crop_size: 1 crop_size: 1 }"),
     ("Transpose", "transpose_param { dim: 1 dim: 0 dim: 3 dim: 2 }"),
 ]
 BY_OTHERS = [
