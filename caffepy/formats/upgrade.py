@@ -80,6 +80,7 @@ def upgrade_net(param: NetParameter, origin: str) -> None:
     _mark_feature_normalize(param)
     _mark_yolo_output(param)
     _crop_by_position(param)
+    _name_crops(param)
     _name_pixel_shuffles(param)
     log_ignored_fields(param, origin)
     _warn_about_ignored_transforms(param, origin)
@@ -133,6 +134,16 @@ def _crop_by_position(param: NetParameter) -> None:
         for layer in param.layer:
             if layer.type == "Crop" and not layer.HasField("crop_param"):
                 layer.type = "AutoCrop"
+
+
+def _name_crops(param: NetParameter) -> None:
+    """Give `crop_height` and `crop_width` of dgd_person_reid's Data and ImageData the names that SSD's Caffe has."""
+    for layer in param.layer:
+        transform = layer.transform_param
+        if layer.type in ("Data", "ImageData") and transform.crop_height and transform.crop_width:
+            transform.crop_h, transform.crop_w = transform.crop_height, transform.crop_width
+            transform.ClearField("crop_height")
+            transform.ClearField("crop_width")
 
 
 def _name_pixel_shuffles(param: NetParameter) -> None:

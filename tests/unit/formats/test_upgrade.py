@@ -312,6 +312,15 @@ def test_crop_finds_its_offset_in_nets_of_fcn_and_crf_as_rnn() -> None:
         assert upgraded(kept) == net(kept)
 
 
+def test_both_sides_of_a_crop_have_the_names_of_ssd() -> None:
+    layer = 'layer {{ type: "{}" transform_param {{ {} }} }}'
+    given, wanted = "crop_height: 144 crop_width: 56", "crop_h: 144 crop_w: 56"
+    for kind in ("Data", "ImageData"):
+        assert upgraded(layer.format(kind, given)) == net(layer.format(kind, wanted))
+    for kind, text in (("ImageSegData", given), ("Data", "crop_height: 144")):
+        assert upgraded(layer.format(kind, text)) == net(layer.format(kind, text))
+
+
 def test_reshape_with_a_pixelshuffler_is_a_pixel_shuffle() -> None:
     kept = 'layer { type: "Reshape" reshape_param { pixelshuffler: 1 } }'
     assert upgraded(kept) == net(kept)
