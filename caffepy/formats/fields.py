@@ -45,6 +45,7 @@ _REFUSED = {
         "ImageDataParameter.show_data VideoDataParameter.show_data CPMTransformationParameter.visualize"
     ),
     "crop_size_x and crop_size_y are the sizes; leave it out": "CPMTransformationParameter.crop_size",
+    "ConvLSTM gives no blobs of single time steps; leave it out and slice the top": "LSTMDebugParameter.expose",
     "the maps of distances are not supported; leave it out": "OPTransformationParameter.add_distance",
     "the person's center stays; leave it out": "OPTransformationParameter.center_swap_prob",
 }

@@ -58,6 +58,7 @@ XAVIER = "weight_filler { type: 'xavier' }"
 GAUSS = "{ type: 'gaussian' }"
 IP = f'type: "InnerProduct" inner_product_param {{ num_output: 3 {XAVIER} }}'
 LSTM = f"num_output: 3 {XAVIER}"
+CONV_LSTM = f'type: "ConvLSTM" lstm_conv_param {{ kernel_size: 3 pad: 1 {LSTM} }}'
 DENSE = (
     "numTransition: 2 growthRate: 2 Filter_Filler { type: 'xavier' } BN_Scaler_Filler { value: 1 } dropout_amount: 0.5"
 )
@@ -386,6 +387,12 @@ CASES = (
     case("Lstm", "4x2x5", "lstm_param", f"bias_filler {GAUSS} | clipping_threshold: 0.001", LSTM),
     case("Lstm", "4x2x5", "lstm_param", f"num_output: 4 | weight_filler {GAUSS}", "num_output: 3"),
     case("Lstm", "4x5", "lstm_param", "batch_size: 2", LSTM),
+    Case(
+        CONV_LSTM,
+        "3x2x2x3x4 3x2L2",
+        "lstm_debug_param",
+        "disable_hadamard: true | axis_hadamard: 2 | num_axes_hadamard: 1 | ignore_x: true",
+    ),
     case("WarpCTCLoss", "5x2x4 2x3L3", "ctc_loss_param", "blank_index: -1"),
     case(
         "CtcLoss",

@@ -177,6 +177,7 @@ REFUSED_CASES = (
     Case('type: "Split"', "2x3", "image_data_param", "show_data: 1"),
     Case('type: "Split"', "2x3", "video_data_param", "show_data: true"),
     Case('type: "Split"', "2x3", "cpm_transform_param", "visualize: true | crop_size: 9"),
+    Case('type: "Split"', "2x3", "lstm_debug_param", "expose: 'c_t=1'"),
     Case('type: "Split"', "2x3", "op_transform_param", "add_distance: true | center_swap_prob: 0.5"),
 )
 

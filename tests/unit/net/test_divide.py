@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from field_cases import LSTM, Case, add_inputs, values_of
+from field_cases import CONV_LSTM, LSTM, Case, add_inputs, values_of
 from google.protobuf import text_format
 from layer_cases import own_cases, type_of
 from training import CPU
@@ -25,6 +25,7 @@ STATEFUL = (
     Case(f'type: "LSTM" recurrent_param {{ {LSTM} }}', TIMES),
     Case(f'type: "RNN" recurrent_param {{ {LSTM} }}', TIMES),
     Case(f'type: "Lstm" lstm_param {{ {LSTM} }}', TIMES),
+    Case(CONV_LSTM, "4x2x2x3x3 4x2L2"),
     Case('type: "SegAccuracy" seg_accuracy_param { reset: false }', "2x3x4x4 2x1x4x4L3"),
     Case('type: "GeneralContrastiveLoss" general_contrastive_loss_param { add_intra_mae: true }', "4x3 4L3"),
     Case(
@@ -105,6 +106,7 @@ BY_PROTOTXT = {
     'type: "Python" python_param { module: "kept_state" layer: "Sequence" }': (True, True),
     'type: "LSTM"': (True, True),
     'type: "LSTM" recurrent_param { expose_hidden: true }': (False, False),
+    'type: "ConvLSTM" recurrent_param { expose_hidden: true }': (False, False),
     'type: "Lstm" bottom: "x"': (False, False),
     'type: "BatchNorm" batch_norm_param { use_global_stats: false }': (False, True),
 }
