@@ -19,6 +19,12 @@ from caffepy.layers.spatial_map import SpatialMap
 
 Shape = tuple[int, ...]
 
+OF_OTHER_TYPES = {
+    **dict.fromkeys(("kernel_shape", "stride_shape", "pad_shape"), "NdConvolution"),
+    "type": "ConvLSTM",
+}
+"""Settings of ConvolutionParameter that only types of forks read."""
+
 LARGEST_KERNEL = 2**14
 """Limit of the kernel's size along an axis: the time to plan a convolution grows with it."""
 LARGEST_WINDOWS = 2**36
@@ -117,6 +123,8 @@ class BaseConvolutionLayer(Layer):
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.refuse_in_place(bottom, top)
         param = self.settings
+        for name in filter(param.HasField, OF_OTHER_TYPES):
+            raise self.error(f"{name} is a setting of {OF_OTHER_TYPES[name]}; remove it, or change the type")
         shape = bottom[0].shape
         self.axis = bottom[0].axis(param.axis, self.where)
         self._geometry = self._read_geometry(len(shape) - self.axis - 1)

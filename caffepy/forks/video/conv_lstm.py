@@ -26,6 +26,7 @@ def _gates_of(
     """Return the layer that convolves all time steps of x, or one hidden state, to the four gates."""
     param = caffe_pb2.LayerParameter(name=name, type="Convolution", convolution_param=settings)
     inner = param.convolution_param
+    inner.ClearField("type")
     inner.num_output *= 4
     inner.axis = 2 if of_x else 1
     inner.bias_term = inner.bias_term and not of_x

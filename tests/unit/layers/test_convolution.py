@@ -269,6 +269,8 @@ def test_reshaping_makes_a_new_plan():
         ("num_output: 2 kernel_size: 3 kernel_size: 3 kernel_size: 3", "kernel_size is given 3 times"),
         ("num_output: 2 kernel_size: 3 kernel_h: 3 kernel_w: 3", "either kernel_size or kernel_h"),
         ("num_output: 2 kernel_size: 0", "kernel is .0, 0.; no entry may be 0"),
+        ("num_output: 2 kernel_size: 3 pad_shape { dim: 1 }", "pad_shape is a setting of NdConvolution"),
+        ("num_output: 2 kernel_size: 3 type: 'input'", "type is a setting of ConvLSTM"),
         ("num_output: 2 kernel_size: 3 stride: 0", "stride is .0, 0."),
         (
             "num_output: 2 kernel_h: 3 kernel_w: 3 axis: 2",
