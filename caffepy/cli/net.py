@@ -37,7 +37,7 @@ MEBIBYTE, GIBIBYTE = 2**20, 2**30
 class NetCommand(StateOptions, ReadsNets):
     """Show a model's layers and memory.
 
-    Print a net's layers, predict its GPU memory, or tell what the nets below a folder lack.
+    Print a net's layers, predict its GPU memory, or list the types and fields that nets below a folder lack.
 
       caffepy net --model models/resnet50/train_val.prototxt --fused
       caffepy net --solver models/resnet50/solver.prototxt --memory --batch 256 --limit 24
@@ -47,7 +47,9 @@ class NetCommand(StateOptions, ReadsNets):
     model: Path | None = option("the net's prototxt (this or --solver is needed)", Path)
     solver: Path | None = option("the solver's prototxt, whose net is shown", Path)
     survey: Path | None = option(
-        "read every prototxt below a folder, run the nets without data, and list what is missing", Path, "FOLDER"
+        "read every prototxt below a folder, run the nets without data, list missing types and fields",
+        Path,
+        "FOLDER",
     )
     phase: str = option("TRAIN or TEST", str.upper, default="TRAIN", choices=("TRAIN", "TEST"))
     batch: int | None = option("batch_size instead of the prototxt's", positive)

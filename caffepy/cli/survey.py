@@ -1,4 +1,4 @@
-"""`caffepy net --survey`: the prototxt files below a folder, how far each gets, and what refused ones need."""
+"""`caffepy net --survey`: the prototxt files below a folder, the stages that each reaches, and missing types."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _STRING = re.compile(r"""#[^\n]*|"[^"\n]*"|'[^'\n]*'""")
 _PLACEHOLDER = re.compile(r"\$|\{\{|\{%|%\(")
 """Of a template, outside of strings and comments."""
 _SPECIFIC = re.compile(r"'[^']*'|\d+")
-"""What differs among messages of one kind."""
+"""Names and numbers, which differ among messages of one kind."""
 
 
 @dataclass(frozen=True, order=True)
 class Missing:
-    """What a file needs that caffepy lacks: a type, field, value, module, template or an error's message."""
+    """A type, field, value, module, template or an error's message, for which caffepy refuses a file."""
 
     kind: str
     name: str
@@ -53,7 +53,7 @@ class Missing:
         return f"{self.kind} {self.name}" if self.kind != "error" else self.name
 
     def remedy(self) -> str:
-        """Return what opens the files."""
+        """Return the option or step that opens the files."""
         return {
             "type": f"caffepy layer-stub {self.name} --proto caffe.proto, or --alias {self.name}=TYPE",
             "field": f"--ignore-fields {self.name}, or --proto caffe.proto and a --plugin that reads it",
@@ -65,13 +65,13 @@ class Missing:
 
 @dataclass
 class Surveyed:
-    """A file and what became of it.
+    """A file and the stages that it reached.
 
     Args:
         path: the file.
         kind: `NET`, `SOLVER` or `OTHER`.
         reached: of `LOADS`, `BUILDS` and `RUNS`.
-        missing: what it needs; empty if it loads.
+        missing: types, fields and the like that it needs; empty if it loads.
         error: why a net that loads is not run, or does not build or run.
         structure: the layer types with the fields that are set; nets of equal structure run once.
     """
@@ -97,7 +97,7 @@ def kind_of(text: str) -> str:
 
 
 def examine(path: Path, proto: Path | None = None) -> Surveyed:
-    """Read a net or a solver, and list what it needs that caffepy lacks.
+    """Read a net or a solver, and list the types and fields that caffepy lacks.
 
     Args:
         path: the file.
@@ -186,7 +186,7 @@ def _can_import(name: str) -> bool:
 
 
 def _missing_of(error: CaffepyError, path: Path, text: str) -> Missing:
-    """Return what an error of reading is about."""
+    """Return the subject of an error of reading."""
     if _PLACEHOLDER.search(_STRING.sub("", text)):
         return Missing("template", "with placeholders")
     for kind in ("value", "field"):
@@ -378,7 +378,7 @@ def _print_counts(folder: Path, files: Sequence[Surveyed], chosen: Sequence[Surv
 
 
 def _print_missing(folder: Path, refused: Sequence[Surveyed]) -> None:
-    """Print what refused files need, by the number of files that need it."""
+    """Print missing types and fields of refused files, by the number of files that need them."""
     if not refused:
         return
     needed: dict[Missing, list[Surveyed]] = {}

@@ -22,6 +22,7 @@ from caffepy.errors import ConfigError
 from caffepy.formats.ignore import ALL, ignored_fields, tell_ignored
 from caffepy.formats.messages import schema_name
 from caffepy.formats.proto.caffe_pb2 import LayerParameter, NetParameter
+from caffepy.utils.environment import environment_variable
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ _FORKS = Path(__file__).parents[1] / "forks"
 
 @dataclass(frozen=True)
 class Alias:
-    """What a layer type is read as.
+    """The type that a layer type is read as.
 
     Args:
         type: the type that caffepy or a program has.
@@ -73,7 +74,7 @@ def replace_alias(type_name: str) -> None:
 
 
 def find_alias(type_name: str) -> Alias | None:
-    """Return what a layer type is read as; None: it is no alias.
+    """Return the alias that a layer type is; None: it is none.
 
     Raises:
         ConfigError: CAFFEPY_ALIAS has another form.
@@ -102,7 +103,7 @@ def parse_aliases(text: str) -> dict[str, Alias]:
 
 @contextmanager
 def aliasing(text: str) -> Iterator[None]:
-    """Read types as others within a `with` block, in this process and in those that it starts.
+    """Read types as others within a `with` block, in this process and in processes that it starts.
 
     Args:
         text: as CAFFEPY_ALIAS, which it replaces.
@@ -111,14 +112,8 @@ def aliasing(text: str) -> Iterator[None]:
         ConfigError: see `parse_aliases`.
     """
     parse_aliases(text)
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = text
-    try:
+    with environment_variable(VARIABLE, text):
         yield
-    finally:
-        del os.environ[VARIABLE]
-        if before is not None:
-            os.environ[VARIABLE] = before
 
 
 @cache
@@ -210,7 +205,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _kind(each: Any) -> tuple[Any, ...]:
-    """What two fields have in common that hold the same settings; numbers of all widths are alike."""
+    """The properties that two fields for the same settings share; numbers of all widths are alike."""
     numbers = (each.CPPTYPE_INT32, each.CPPTYPE_INT64, each.CPPTYPE_UINT32, each.CPPTYPE_UINT64)
     kind = "integer" if each.cpp_type in numbers else each.cpp_type
     kind = "float" if each.cpp_type in (each.CPPTYPE_FLOAT, each.CPPTYPE_DOUBLE) else kind

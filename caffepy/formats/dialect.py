@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 from caffepy.errors import ConfigError
 from caffepy.formats.messages import walk_fields
 from caffepy.formats.proto.caffe_pb2 import BatchNormParameter
+from caffepy.utils.environment import environment_variable
 
 log = logging.getLogger(__name__)
 
@@ -79,15 +80,8 @@ def parse_dialect(name: str) -> Dialect:
 @contextmanager
 def override_dialect(name: str) -> Iterator[None]:
     """Set the dialect that `choose_dialect` returns within the block, in all threads."""
-    previous = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = name
-    try:
+    with environment_variable(VARIABLE, name):
         yield
-    finally:
-        if previous is None:
-            del os.environ[VARIABLE]
-        else:
-            os.environ[VARIABLE] = previous
 
 
 def choose_dialect(messages: Iterable[Message], log_line: Callable[..., None] = log.info) -> Dialect:

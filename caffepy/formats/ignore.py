@@ -16,6 +16,7 @@ from typing import Any
 
 from caffepy.errors import ConfigError
 from caffepy.formats.messages import schema_name
+from caffepy.utils.environment import environment_variable
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def ignored_fields(more: Iterable[str] = ()) -> frozenset[str]:
 
 @contextmanager
 def ignoring(names: str) -> Iterator[None]:
-    """Leave out fields within a `with` block, in this process and in those that it starts.
+    """Leave out fields within a `with` block, in this process and in processes that it starts.
 
     Args:
         names: as CAFFEPY_IGNORE_FIELDS, which they replace.
@@ -58,15 +59,9 @@ def ignoring(names: str) -> Iterator[None]:
     Raises:
         ConfigError: see `ignored_fields`.
     """
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = names
-    try:
+    with environment_variable(VARIABLE, names):
         ignored_fields()
         yield
-    finally:
-        del os.environ[VARIABLE]
-        if before is not None:
-            os.environ[VARIABLE] = before
 
 
 def leave_out(text: str, root: Any, ignored: frozenset[str], origin: str) -> str:

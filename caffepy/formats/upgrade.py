@@ -147,7 +147,7 @@ def _name_crops(param: NetParameter) -> None:
 
 
 def _name_pixel_shuffles(param: NetParameter) -> None:
-    """Give caffe_srgan's Reshape with `pixelshuffler` the type of what it does."""
+    """Give caffe_srgan's Reshape with `pixelshuffler` the type PixelShuffle."""
     for layer in param.layer:
         if layer.type == "Reshape" and layer.reshape_param.pixelshuffler != 1:
             layer.type = "PixelShuffle"

@@ -220,6 +220,15 @@ class LossLayer(Layer):
         if self._starts_gradient and self.context.loss_scale is not None:
             self.backend.apply(scaled, (dx, self.context.loss_scale), (dx,))
 
+    def load_gradient(self, gradient: Any, top: Blobs, dx: Array) -> None:
+        """Set a bottom's diff to the host's gradient, times the weight and the first top's diff; None: to 0."""
+        if gradient is not None:
+            self.backend.from_host(gradient, dx)
+        else:
+            self.backend.fill(dx, 0)
+        self.backend.apply(scaled, (dx, self.weight()), (dx,))
+        self.apply_top_gradient(top, dx)
+
     def normalization(self, default: int) -> int:
         """Return the mode of the field `normalization` or of the old `normalize`; `default` if neither is set."""
         param = self.param.loss_param

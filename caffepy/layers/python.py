@@ -625,7 +625,7 @@ class ArrayLayer(Layer):
     def _compute(
         self, method: str, arguments: list[Floats], wanted: list[tuple[str, tuple[int, ...]]], none_is_zero: bool
     ) -> list[Floats]:
-        """Return what a method computes; `wanted` are names and shapes."""
+        """Return the results of a method; `wanted` are names and shapes."""
         if not hasattr(self._instance, method):
             raise RunError(
                 f"{self.where}: cannot train: class {describe_class(self.user_class)} has no method {method}; write "

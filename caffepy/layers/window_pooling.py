@@ -30,8 +30,8 @@ class PlaneWindows:
     """Windows over two axes.
 
     Args:
-        image: (N, C, H, W) of what it reads, in the memory of the blob.
-        pooled: the same of what it writes.
+        image: (N, C, H, W) of the array that it reads, in the memory of the blob.
+        pooled: the same of the array that it writes.
         geometry: of the windows.
         mask: of MAX, where each maximum lies; None: the average.
     """
@@ -59,8 +59,8 @@ class DilatedWindows:
     """Windows with dilation over the last axis. MAX copies the elements of each window to be neighbours.
 
     Args:
-        image: (N, C, 1, W) of what it reads, in the memory of the blob.
-        pooled: the same of what it writes.
+        image: (N, C, 1, W) of the array that it reads, in the memory of the blob.
+        pooled: the same of the array that it writes.
         map: to the elements of the windows, (element, window), or for the average to the windows.
         elements: of MAX, the elements of the windows, (N, C, element, window).
         maxima: of MAX, the windows over the elements.

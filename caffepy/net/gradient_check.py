@@ -18,7 +18,7 @@ from caffepy.layers.layer import LayerContext, layer_class
 from caffepy.net.net import Net
 
 Floats: TypeAlias = Any
-"""A NumPy array, or what becomes one."""
+"""A NumPy array, or values that become one."""
 
 _DIRECTIONS = 4
 """Random directions in which each gradient is measured."""

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.backend.formulas import scaled
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.blob import Blob
 from caffepy.layers.host import HostLayer
@@ -26,7 +25,7 @@ PADDING = -1
 
 
 def kept_left(values: Integers, kept: Flags) -> tuple[Integers, Integers]:
-    """Return rows (N, L) with what is `kept` at their left and -1 behind, and how many are kept, (N,)."""
+    """Return rows (N, L) with the `kept` values at their left and -1 behind, and their number, (N,)."""
     order, lengths = np.argsort(~kept, axis=1, kind="stable"), kept.sum(axis=1)
     behind = np.arange(values.shape[1]) >= lengths[:, None]
     return np.where(behind, PADDING, np.take_along_axis(values, order, axis=1)), lengths
@@ -132,6 +131,11 @@ def _sequences(layer: Layer, blob: Blob) -> tuple[int, int, int]:
     return shape[0], shape[1], shape[2]
 
 
+def _check_rows(layer: Layer, samples: int, bottom: Blobs) -> None:
+    if bottom[1].shape[:1] != (samples,):
+        raise layer.shape_error(f"needs a row of labels for each of {samples} sequences", *bottom)
+
+
 def _blank_class(layer: Layer, index: int, classes: int) -> int:
     """Return the class of the blank."""
     if index >= classes:
@@ -168,6 +172,8 @@ class WarpCTCLossLayer(LossLayer):
 
     bottoms = (2, 4)
     no_gradient_bottoms = frozenset({1, 2, 3})
+    _gradient: Any = None
+    """Of the last forward pass; None where the backend holds no values."""
 
     def capture_blocker(self) -> str | None:
         return "it adds up paths on the host"
@@ -184,8 +190,8 @@ class WarpCTCLossLayer(LossLayer):
         self._sizes = times, samples, classes = _sequences(self, bottom[0])
         self._blank, self._steps = self.blank(classes), self.time_steps(times)
         labels, lengths = bottom[-1], bottom[1:-1]
-        if len(bottom) == 2 and (not labels.shape or labels.shape[0] != samples):
-            raise self.shape_error(f"needs a row of labels for each of {samples} sequences", *bottom)
+        if len(bottom) == 2:
+            _check_rows(self, samples, bottom)
         if len(bottom) > 2 and labels.shape[1:2] != (samples,):
             raise self.shape_error(f"needs labels (L, N), a column for each of {samples} sequences", *bottom)
         if any(blob.count != (times * samples if len(bottom) == 3 else samples) for blob in lengths):
@@ -234,14 +240,8 @@ class WarpCTCLossLayer(LossLayer):
         return np.where(counted, labels, PADDING), lengths, steps
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        if not propagate_down[0]:
-            return
-        if self.backend.holds_values:
-            self.backend.from_host(self._gradient, bottom[0].diff)
-        else:
-            self.backend.fill(bottom[0].diff, 0)
-        self.backend.apply(scaled, (bottom[0].diff, self.weight()), (bottom[0].diff,))
-        self.apply_top_gradient(top, bottom[0].diff)
+        if propagate_down[0]:
+            self.load_gradient(self._gradient, top, bottom[0].diff)
 
 
 @register_layer("CtcLoss")
@@ -301,8 +301,8 @@ class CTCGreedyDecoderLayer(HostLayer):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         times, samples, classes = self._sizes = _sequences(self, bottom[0])
         self._blank = _blank_class(self, self.param.ctc_decoder_param.blank_index, classes)
-        if len(bottom) > 1 and bottom[1].shape[:1] != (samples,):
-            raise self.shape_error(f"needs a row of labels for each of {samples} sequences", *bottom)
+        if len(bottom) > 1:
+            _check_rows(self, samples, bottom)
         top[0].reshape((1, 2, 1, 1) if len(bottom) > 1 else (samples, times, 1, 1))
 
     def compute(self, scores: Floats, labels: Floats | None = None) -> list[Floats]:
@@ -336,8 +336,7 @@ class LabelsequenceAccuracyLayer(HostLayer):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         self._sizes = samples, _, classes = _sequences(self, bottom[0])
         self._blank = _blank_class(self, self.param.labelsequence_accuracy_param.blank_label, classes)
-        if bottom[1].shape[:1] != (samples,):
-            raise self.shape_error(f"needs a row of labels for each of {samples} sequences", *bottom)
+        _check_rows(self, samples, bottom)
         top[0].reshape(())
 
     def compute(self, scores: Floats, labels: Floats) -> list[Floats]:

@@ -17,7 +17,7 @@ EPSILON = 1e-5
 WIDENING = 4
 """Channels of a convolution of 1 x 1, as a multiple of growthRate."""
 GROUPS = ("weights", "scale", "bias", "mean", "variance")
-"""What the parameters are, one of each transition in turn; with `use_BC` twice."""
+"""Meanings of the parameters, one of each transition in turn; with `use_BC` twice."""
 
 
 @expression
@@ -39,7 +39,7 @@ class _NormalisationLayer(BatchNormLayer):
         self.backend.fill(self._count, 1)
 
     def normalisation(self, scale: Array | None = None, bias: Array | None = None) -> BatchNormState:
-        """Return the arrays for the backend, which writes the batch's mean and variance to those that are new."""
+        """Return the arrays for the backend, which writes the batch's mean and variance to the new ones."""
         scale, bias, *stored = (blob.data for blob in self.blobs)
         mean, variance = stored if self._use_stored else (self._new_mean, self._new_variance)
         return BatchNormState(self._mean, self._inverse, scale, bias, mean, variance, self._count, EPSILON, 0.0)
@@ -56,7 +56,7 @@ class _Unit:
     Args:
         block: has the parameters.
         name: of the unit, from which random numbers follow.
-        x: what it will be given, of its shape.
+        x: a blob of the shape that it will be given.
         weights: the block's index of the convolution's weights.
         others: those of scale, bias, mean and variance.
     """
@@ -131,7 +131,7 @@ class DenseBlockLayer(Layer):
     is the top, (N, C + numTransition growthRate, H, W). Kernels are 3 x 3, with pad 1 and without bias. With `use_BC`
     another convolution(ReLU(BN(...))), of 1 x 1 to 4 growthRate channels, stands before each one. Unlike those of
     Convolution, kernels are turned by 180 degrees, as in caffe_ocr. With `use_dropout` training drops the part
-    `dropout_amount` of what each transition adds, and divides the rest by 1 - dropout_amount.
+    `dropout_amount` of the channels that each transition adds, and divides the rest by 1 - dropout_amount.
 
     BN has eps = 1e-5 and a scale and a bias for each channel. Training uses the batch's mean and variance, and stores
     (1 - f) old + f new of both with f = `moving_average_fraction`; the new variance is that over m - 1 elements, not m.

@@ -1,4 +1,4 @@
-"""What the layer types of this family become in ONNX and in PyTorch."""
+"""Rules for the layer types of this family in ONNX and in PyTorch."""
 
 from __future__ import annotations
 

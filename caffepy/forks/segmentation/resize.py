@@ -136,7 +136,7 @@ class UpsampleLayer(Layer):
     exact_bottoms = frozenset({1})
 
     size_settings: ClassVar[str] = "scale, pad_out_h, pad_out_w, upsample_h and upsample_w"
-    """What sets the size of the top, for messages."""
+    """The settings or bottom that set the size of the top, for messages."""
     _shape: tuple[int, ...] | None = None
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:

@@ -183,6 +183,8 @@ class GridLossLayer(LossLayer):
     The gradient is not the derivative of the reported loss: darknet reports the sum of the squares of the gradient.
     """
 
+    _gradient: Rows | None = None
+    """Of the last forward pass; None where the backend holds no values."""
     counted = 0
     """Number of parts that are divided by a count over all devices, such as the number of objects."""
 
@@ -220,14 +222,8 @@ class GridLossLayer(LossLayer):
             self.backend.apply(total, (top[0].data, self._part), (top[0].data,))
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        if not propagate_down[0]:
-            return
-        if self.backend.holds_values:
-            self.backend.from_host(self._gradient, bottom[0].diff)
-        else:
-            self.backend.fill(bottom[0].diff, 0)
-        self.backend.apply(scaled, (bottom[0].diff, self.weight()), (bottom[0].diff,))
-        self.apply_top_gradient(top, bottom[0].diff)
+        if propagate_down[0]:
+            self.load_gradient(self._gradient, top, bottom[0].diff)
 
     @property
     def training_devices(self) -> int:

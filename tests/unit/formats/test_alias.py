@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from registered_types import forgotten_types
 from training import build_net
 
 import caffepy
@@ -19,7 +20,6 @@ from caffepy.formats.alias import Alias, aliasing, find_alias, settings_field
 from caffepy.formats.proto import caffe_pb2
 from caffepy.formats.prototxt import parse_text
 from caffepy.formats.upgrade import upgrade_net
-from caffepy.layers import layer as base
 
 SCHEMA = """
 syntax = "proto2";
@@ -50,12 +50,8 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The aliases and types that a test registers are gone behind it."""
     monkeypatch.setattr(alias, "_registered", {})
     monkeypatch.delenv(alias.VARIABLE, raising=False)
-    monkeypatch.setattr(base, "_REGISTERED", set(base._REGISTERED))
-    monkeypatch.setattr(base, "_REPLACED", set(base._REPLACED))
-    entries = dict(base.LAYERS._entries)
-    yield
-    base.LAYERS._entries.clear()
-    base.LAYERS._entries.update(entries)
+    with forgotten_types(monkeypatch):
+        yield
 
 
 def read(text: str) -> caffe_pb2.NetParameter:

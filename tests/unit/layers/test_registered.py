@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from layer_harness import check_layer, gaussian
+from registered_types import forgotten_types
 from training import PLAIN, build_net, build_solver
 
 import caffepy
@@ -33,13 +34,8 @@ layer { name: "d" type: "DummyData" top: "d" top: "t" dummy_data_param { shape {
 @pytest.fixture(autouse=True)
 def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The types that a test registers are gone behind it."""
-    entries = dict(base.LAYERS._entries)
-    monkeypatch.setattr(base, "_REGISTERED", set(base._REGISTERED))
-    monkeypatch.setattr(base, "_REPLACED", set(base._REPLACED))
-    yield
-    for name in [name for name in base.LAYERS if not base.LAYERS.get(name).__module__.startswith("caffepy.")]:
-        del base.LAYERS._entries[name]
-    base.LAYERS._entries.update(entries)
+    with forgotten_types(monkeypatch):
+        yield
 
 
 class Affine:

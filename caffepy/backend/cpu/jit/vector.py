@@ -35,7 +35,7 @@ KINDS = {
     "i": types.CPointer(types.int32),
     "w": types.int64,
 }
-"""What a letter stands for in `emitted`: a pointer to float32, a table of int64, a pointer to int32, an int64."""
+"""Meaning of a letter in `emitted`: a pointer to float32, a table of int64, a pointer to int32, an int64."""
 
 
 def emitted(kinds: Sequence[str | types.Type], write: Callable[..., None]) -> Callable[..., Any]:
@@ -527,7 +527,7 @@ def _write_log1p(builder: Any, x: Any) -> Any:
     f = builder.fsub(builder.bitcast(builder.sub(bits, builder.shl(n, _INT(23))), _FLOAT), _number(1))
     n = builder.sitofp(n, _FLOAT)
     square = builder.fmul(f, f)
-    # What the rounding of 1 + x has lost: for a small x nearly all of it.
+    # The rounding of 1 + x loses this part: for a small x nearly all of it.
     lost = builder.fdiv(builder.fsub(x, builder.fsub(u, _number(1))), u)
     tail = _multiply_add(builder, builder.fmul(f, square), _polynomial(builder, f, _LOG), lost)
     tail = _multiply_add(builder, n, _number(_LN2_LOW), tail)

@@ -427,7 +427,7 @@ class TunedConvolution:
         result = "float32" if task.direction is Direction.WEIGHTS else dtype
         if not fits(given.out, result):
             scratch = self._resources.scratch.get("converted output", given.out.size, result)
-            # The sum with what is there happens when the result is converted, in float32.
+            # The conversion of the result adds it to the earlier gradient, in float32.
             operands = replace(operands, out=view(scratch, shapes[2]), accumulate=False)
         self.run(task, operands)
         if operands.out is not given.out:
