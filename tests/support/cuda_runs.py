@@ -1,9 +1,10 @@
 """Runs all that the CUDA backend can do and the project's nets, in every dtype, on a GPU that computes nothing.
 
-    python tests/support/cuda_runs.py OUT.json
+    python tests/support/cuda_runs.py OUT.json [NET.prototxt]
 
-Writes down the kernels that `fake_cuda.Recorder` saw; `kernel_compiler.py` compiles them. It is a process of its own,
-since it puts the fake where CuPy would be imported from.
+With a net, one training iteration of it alone. Writes down the kernels that `fake_cuda.Recorder` saw;
+`kernel_compiler.py` compiles them. It is a process of its own, since it puts the fake where CuPy would be imported
+from.
 """
 
 from __future__ import annotations
@@ -127,6 +128,19 @@ def run_training(backend: Any) -> None:
         solver = create_solver(solver_param(text + diff, types + NET), backend, engine=ExecutionOptions(eager=True))
         solver.step(2)
         solver.close()
+
+
+def run_iteration(backend: Any, net: str) -> None:
+    """One training iteration of a net."""
+    from training import solver_param
+
+    from caffepy.training.solver import create_solver
+    from caffepy.utils.options import ExecutionOptions
+
+    param = solver_param('base_lr: 0.01 lr_policy: "fixed" momentum: 0.9 snapshot_diff: false', net)
+    solver = create_solver(param, backend, engine=ExecutionOptions(eager=True))
+    solver.step(1)
+    solver.close()
 
 
 def run_inference(backend: Any) -> None:
@@ -390,11 +404,8 @@ def run_input(backend: Any) -> None:
     backend.device_timer(3)
 
 
-def main() -> int:
-    """Run everything, write what was recorded."""
-    sys.path.insert(0, str(ROOT))
-    recorder = Recorder()
-    install(recorder)
+def run_all() -> None:
+    """Everything that the backend can do."""
     for math_mode in ("fp32", "tf32"):
         with fake_backend(math_mode) as backend:
             run_nets(backend)
@@ -414,6 +425,18 @@ def main() -> int:
     run_flow(backend)
     run_box_loss(backend)
     run_formulas(backend)
+
+
+def main() -> int:
+    """Run a net or everything, write what was recorded."""
+    sys.path.insert(0, str(ROOT))
+    recorder = Recorder()
+    install(recorder)
+    if len(sys.argv) > 2:
+        with fake_backend("tf32") as backend:
+            run_iteration(backend, Path(sys.argv[2]).read_text())
+    else:
+        run_all()
     Path(sys.argv[1]).write_text(json.dumps(recorder.as_list()))
     return 0
 

@@ -101,12 +101,12 @@ def installed() -> list[Nvrtc]:
     return sorted(map(Nvrtc, sorted(paths)), key=lambda nvrtc: nvrtc.major)
 
 
-def record() -> list[RecordedKernel]:
-    """Every kernel that `cuda_runs.py` saw; in a process of its own, since it replaces CuPy."""
+def record(*net: Path) -> list[RecordedKernel]:
+    """Every kernel that `cuda_runs.py` saw, or those of a net; in a process of its own, since it replaces CuPy."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "kernels.json"
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": folder}
-        command = [sys.executable, str(TESTS / "cuda_runs.py"), str(out)]
+        command = [sys.executable, str(TESTS / "cuda_runs.py"), str(out), *map(str, net)]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
         if result.returncode != 0:
             raise AssertionError(result.stdout + result.stderr)

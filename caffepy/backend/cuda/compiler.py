@@ -119,10 +119,12 @@ def compile_side_by_side(works: Sequence[Callable[[], object]]) -> None:
             work()
 
     if works:
-        cores = len(os.sched_getaffinity(0))
-        logger.info("Compiling up to %d CUDA kernels on %d cores", len(works), cores)
+        begin, cores = time.monotonic(), len(os.sched_getaffinity(0))
         with ThreadPoolExecutor(min(len(works), cores), "nvrtc") as threads:
             list(threads.map(run, works))
+        seconds = time.monotonic() - begin
+        if seconds > _COMPILATION_SECONDS:
+            logger.info("Compiled %d CUDA kernels on %d cores in %.1f s", len(works), cores, seconds)
 
 
 @cache

@@ -97,6 +97,10 @@ class Layout:
     inner: int
     width: int
 
+    def kernel_alone(self) -> Layout:
+        """Return one layout for all that share a kernel."""
+        return Layout(1, self.width, min(self.inner, 2), self.width)
+
 
 @dataclass(frozen=True)
 class ChannelLaunch:
@@ -146,14 +150,13 @@ def make_launch(
     file: str,
     layout: Layout,
     tuning: Tuning,
-    types: dict[str, Array],
+    types: dict[str, str],
     entry: str = "",
     formula: str = "",
     **settings: Any,
 ) -> ChannelLaunch:
-    """Return the plan of kernels/<file>.cu for this layout, the arrays' dtypes, a formula and further constants."""
-    dtype = tuple((letter, array.dtype.char) for letter, array in types.items())
-    key = (layout, tuning, dtype, tuple(settings.items()), formula, device_number())
+    """Return the plan of kernels/<file>.cu for this layout, C types, a formula and further constants."""
+    key = (layout, tuning, tuple(types.items()), tuple(settings.items()), formula, device_number())
     return _plan(file, entry or file, *key)
 
 
@@ -163,7 +166,7 @@ def _plan(
     entry: str,
     layout: Layout,
     tuning: Tuning,
-    dtype: tuple[tuple[str, str], ...],
+    ctypes: tuple[tuple[str, str], ...],
     settings: tuple[tuple[str, Any], ...],
     formula: str,
     device: int,
@@ -177,7 +180,7 @@ def _plan(
         "SUMS": tuning.sums,
         **dict(settings),
     }
-    lines = [f"using {letter} = {C_TYPES[char]};\n" for letter, char in dtype]
+    lines = [f"using {letter} = {name};\n" for letter, name in ctypes]
     lines += [f"constexpr int {name} = {int(value)};\n" for name, value in constants.items()]
     files = ["columns", "column_sums", *NEEDS.get(file, ())]
     text = "".join([kernel_text("common"), *lines, *map(kernel_text, files), formula, kernel_text(file)])
@@ -478,7 +481,9 @@ class CudaElementwise(ElementwisePrimitives, CudaMemory):
             now, remaining = remaining[:MAX_SOURCES], [destination, *remaining[MAX_SOURCES:]]
             tuning = TOTAL if len(now) < 4 else TOTAL_OF_MANY
             layout = flat_layout((*now, raw(destination)), tuning.width)
-            plan = make_launch("add_n", layout, tuning, {"D": now[0], "Y": destination}, SOURCES=len(now))
+            plan = make_launch(
+                "add_n", layout, tuning, {"D": c_type(now[0]), "Y": c_type(destination)}, SOURCES=len(now)
+            )
             plan.launch(*now, *[now[0]] * (MAX_SOURCES - len(now)), destination)
 
 

@@ -7,6 +7,7 @@ the partitioning into blocks and threads.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache, partial
 
 import numpy as np
 
@@ -14,12 +15,14 @@ from caffepy.backend.cuda.codegen import formula_of
 from caffepy.backend.cuda.compiler import (
     THREADS,
     c_type,
+    compile_side_by_side,
     defines,
+    device_number,
     divider,
     launch,
     library_kernel,
 )
-from caffepy.backend.cuda.expression import Tuning, find_layout, flat_layout, make_launch
+from caffepy.backend.cuda.expression import Layout, Tuning, find_layout, flat_layout, make_launch
 from caffepy.backend.cuda.index_arithmetic import MAX_INDEX, vector_width
 from caffepy.backend.cuda.memory import CudaMemory, raw
 from caffepy.backend.expression import Expression, Kind
@@ -36,7 +39,6 @@ DATA = Tuning(128, 4)
 ACTIVATION = Tuning(128, 4)
 MEASURE = Tuning(1024, 8, sums=True)
 SUMS = Tuning(1024, 4, sums=True)
-SUMS_OF_TWO_HALVES = Tuning(1024, 4, sums=True)
 SUMS_OF_MANY = Tuning(1024, 2, sums=True)
 ACTIVATION_AND_BIAS = Tuning(1024, 4, sums=True)
 
@@ -60,13 +62,39 @@ def _launch_lrn(name: str, arrays: tuple[Array, ...], window: LrnWindow) -> None
     library_kernel("lrn", name, text)((-(-count // THREADS),), (THREADS,), arguments)
 
 
+def _sums_tuning(sources: int, halves: bool, total: bool) -> Tuning:
+    # Loads of halves take half of the registers, so more rows are under way.
+    return SUMS if not total or (sources <= 2 and halves) else SUMS_OF_MANY
+
+
+@cache
+def _compile_training(layout: Layout, wide: Layout, kind: str, device: int) -> None:
+    """Compile side by side what normalisations of one dtype need in a training pass, most of it in every net."""
+    forward = partial(
+        make_launch, "normalise_forward", types={"X": kind, "R": kind, "Y": kind}, entry="normalise_forward"
+    )
+    sums = partial(make_launch, "normalise_sums", layout, types={"X": kind, "D": kind})
+    gradient = partial(make_launch, "normalise_gradient", layout, DATA, {"X": kind, "D": kind, "Y": kind})
+    plain = (partial(forward, layout, FORWARD, RESIDUAL=False, RELU=relu, MASK=False) for relu in (False, True))
+    added = (partial(forward, wide, FORWARD_RESIDUAL, RESIDUAL=True, RELU=relu, MASK=relu) for relu in (False, True))
+    alone = (partial(sums, tuning=SUMS, SOURCES=1, RELU=relu, TOTAL=False) for relu in (0, 2))
+    tuning = _sums_tuning(2, kind != "float", True)
+    several = (partial(sums, tuning=tuning, SOURCES=n, RELU=relu, TOTAL=True) for n in (1, 2) for relu in (0, 1))
+    measure = partial(make_launch, "normalise_measure", layout, MEASURE, {"X": kind}, "measure")
+    gradients = (partial(gradient, RELU=relu) for relu in (False, True))
+    compile_side_by_side([measure, *plain, *added, *alone, *several, *gradients])
+
+
 class CudaNormalisation(NormalisationPrimitives, CudaMemory):
     """`NormalisationPrimitives` of the GPU."""
 
     keeps_lrn_scale = False
 
     def batch_norm_measure(self, x: Array, n: BatchNormState) -> None:
-        plan = make_launch("normalise_measure", find_layout((x,), (), MEASURE.width), MEASURE, {"X": x}, "measure")
+        layout, kind = find_layout((x,), (), MEASURE.width), c_type(x)
+        wide = find_layout((x,), (), FORWARD_RESIDUAL.width)
+        _compile_training(layout.kernel_alone(), wide.kernel_alone(), kind, device_number())
+        plan = make_launch("normalise_measure", layout, MEASURE, {"X": kind}, "measure")
         plan.launch(
             raw(x),
             *plan.between_blocks(self._scratch),
@@ -109,7 +137,7 @@ class CudaNormalisation(NormalisationPrimitives, CudaMemory):
             "normalise_forward",
             layout,
             tuning,
-            {"X": x, "R": other, "Y": y},
+            {"X": c_type(x), "R": c_type(other), "Y": c_type(y)},
             "normalise_forward_bits" if by_bits else "normalise_forward",
             RESIDUAL=residual is not None,
             RELU=relu,
@@ -137,14 +165,12 @@ class CudaNormalisation(NormalisationPrimitives, CudaMemory):
         assert len({a.dtype for a in arrays[1:]}) == 1, "gradients and their total are of one dtype"
         assert total is not None or len(dys) == 1, "several gradients need `total`"
         per_channel = (n.mean, n.inverse, n.scale, n.bias)
-        # Loads of halves take half of the registers, so more rows are under way.
-        few = len(dys) <= 2 and x.itemsize == dys[0].itemsize == 2
-        tuning = SUMS if total is None else SUMS_OF_TWO_HALVES if few else SUMS_OF_MANY
+        tuning = _sums_tuning(len(dys), x.itemsize == dys[0].itemsize == 2, total is not None)
         plan = make_launch(
             "normalise_sums",
             find_layout(arrays, per_channel, tuning.width),
             tuning,
-            {"X": x, "D": dys[0]},
+            {"X": c_type(x), "D": c_type(dys[0])},
             SOURCES=len(dys),
             RELU=0 if not relu else 2 if mask is None else 1,
             TOTAL=total is not None,
@@ -170,7 +196,9 @@ class CudaNormalisation(NormalisationPrimitives, CudaMemory):
     ) -> None:
         per_channel = (n.mean, n.inverse, n.scale, n.bias, *sums)
         layout = find_layout((raw(x), raw(dy), raw(dx)), per_channel, DATA.width)
-        plan = make_launch("normalise_gradient", layout, DATA, {"X": x, "D": dy, "Y": dx}, RELU=relu)
+        plan = make_launch(
+            "normalise_gradient", layout, DATA, {"X": c_type(x), "D": c_type(dy), "Y": c_type(dx)}, RELU=relu
+        )
         plan.launch(x, dy, *per_channel, dx, 1.0 / max(layout.rows, 1))
 
     def activation_backward(
@@ -178,7 +206,7 @@ class CudaNormalisation(NormalisationPrimitives, CudaMemory):
     ) -> None:
         formula = formula_of(expression, Kind.EACH, Kind.EACH)
         arrays = (raw(y), raw(dy), raw(dx))
-        types = {"X": y, "D": dy, "Y": dx}
+        types = {"X": c_type(y), "D": c_type(dy), "Y": c_type(dx)}
         if dbias is None:
             layout = flat_layout(arrays, ACTIVATION.width)
             plan = make_launch("activation_gradient", layout, ACTIVATION, types, formula=formula, BIASED=False)

@@ -117,10 +117,10 @@ def _plan(case: Pooling) -> Launch | None:
     assert max(count, largest) <= MAX_INDEX, f"{case.image}: too large for one pooling launch"
     if count == 0:
         return None
-    text = _geometry_text(g) + defines(STORED=case.element, WIDTH=case.width, TILES=int(tiles))
-    text += defines(MASK=case.mask, TOGETHER=_together(case)) if case.mask else ""
+    text = defines(STORED=case.element, WIDTH=case.width) + (defines(MASK=case.mask) if case.mask else "")
     if whole:
         return _plan_whole(case, text)
+    text += _geometry_text(g) + defines(TILES=int(tiles)) + (defines(TOGETHER=_together(case)) if case.mask else "")
     walk = [argument for n in (packs, columns, rows) for argument in (np.uint32(n), divider(n))]
     sizes = tuple(np.int32(n) for n in (*case.image[2:], *case.pooled[2:]))
     kernel = library_kernel("pooling", case.name, text)
@@ -137,10 +137,11 @@ def _width(case: Pooling) -> int:
 
 
 def _is_whole_plane(case: Pooling) -> bool:
-    """Return whether a forward pass has one large window that covers the whole plane."""
+    """Return whether one large window covers the whole plane. Gradients of the maximum have no kernel for that."""
     g, plane = case.geometry, case.image[2:]
     few = case.image[0] <= MAX_IMAGES and math.prod(plane) >= LARGE_PLANE
-    return few and case.name.endswith("forward") and g.kernel == plane and case.pooled[2:] == (1, 1) and not any(g.pad)
+    whole = g.kernel == plane and case.pooled[2:] == (1, 1) and not any(g.pad)
+    return few and whole and case.name != "max_backward"
 
 
 def _plan_whole(case: Pooling, text: str) -> Launch:
@@ -149,7 +150,7 @@ def _plan_whole(case: Pooling, text: str) -> Launch:
     side = 8
     while side > 2 and (side > packs or images * -(-packs // side) < MULTIPROCESSORS):
         side //= 2
-    kernel = library_kernel("pooling", case.name.replace("forward", "whole"), text)
+    kernel = library_kernel("planes", f"{case.name}_of_plane", text)
     return Launch(kernel, (-(-packs // side), images), (side, THREADS // side), (np.uint32(pixels), np.uint32(packs)))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import kernel_compiler
 import pytest
@@ -44,6 +46,19 @@ def test_every_kernel_was_asked_for(kernels: list[RecordedKernel]) -> None:
     declared = kernel_compiler.file_kernels()
     assert len(declared) > 40
     assert declared <= {(file, kernel.name) for kernel in kernels for file in kernel_compiler.files_of(kernel)}
+
+
+@pytest.mark.parametrize(("net", "most"), [("resnet50", 62), ("efficientnet_b0", 132)])
+def test_a_net_needs_few_kernels(net: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that the first iteration may compile, with every candidate of every convolution.
+
+    Each text takes NVRTC 0.05 to 1.5 s: sizes of a net belong into arguments.
+    """
+    monkeypatch.syspath_prepend(kernel_compiler.ROOT / "benchmarks")
+    start = importlib.import_module("start")
+    start.write_solver(tmp_path, net, 8)
+    texts = {kernel.text for kernel in kernel_compiler.record(tmp_path / "net.prototxt")}
+    assert most - 20 < len(texts) <= most
 
 
 @pytest.mark.skipif(not COMPILERS, reason=WITHOUT)

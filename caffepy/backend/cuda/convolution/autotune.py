@@ -138,6 +138,11 @@ SMALLEST_STEP = 2.0**-23
 """Additional absolute tolerance: float16 numbers near zero are 2^-24 apart."""
 
 
+PATIENCE, CLOSE = 4, 1.05
+"""A family ends after this number of candidates in a row that take longer than this ratio of the best time: the likely
+fastest come first. For eight nets on an H200 this leaves out a fifth to a third of the runs; the convolutions that are
+chosen take 0.00 to 0.27 % longer."""
+
 PROGRESS_SECONDS = 5.0
 """Seconds between two lines about a tuning that takes long."""
 
@@ -295,14 +300,20 @@ class Trial:
     def add(self, family: AlgorithmFamily) -> None:
         if family.last_resort and self._contenders:
             return
+        behind = 0
         for candidate in family.candidates():
             best = min((contender.microseconds for contender in self._contenders), default=float("inf"))
             contender = _attempt(candidate, self._operands, best)
-            if contender is not None:
+            if contender is None:
+                continue
+            behind = behind + 1 if contender.microseconds > CLOSE * best else 0
+            if contender.microseconds < float("inf"):
                 contender.trusted = not family.checked
                 self._contenders.append(contender)
                 if contender.trusted and self._trusted is None:
                     self._trusted = candidate
+            if behind == PATIENCE:
+                return
 
     def best(self) -> tuple[Candidate | None, float]:
         """Return the fastest candidate with a correct result, after the finalists were timed again."""
@@ -368,20 +379,20 @@ def _copy_of(array: Array) -> Array:
 
 
 def _attempt(candidate: Candidate, operands: Operands, best: float) -> Contender | None:
-    """Return a timed candidate, or None if it fails or is much slower than the best."""
+    """Return a timed candidate, with infinity if it is much slower than the best; None if it fails."""
     try:
         if not candidate.prepare():
             return None
+        watch = Stopwatch(lambda: candidate.run(operands))
         # The first run loads the kernel, which would spoil the timing; it also shows candidates that are slower by far.
         first = _first_run(candidate, operands)
         if first > FIRST_RUN_RATIO * best + HOST_DELAY:
             logger.debug("%s is too slow: the first run takes %.0f us", candidate.name, first)
-            return None
-        watch = Stopwatch(lambda: candidate.run(operands))
+            return Contender(candidate, float("inf"), watch)
         time = _time_of_one(watch, best)
         if time > _limit(best):
             logger.debug("%s is too slow: a run takes %.1f us", candidate.name, time)
-            return None
+            return Contender(candidate, float("inf"), watch)
         time = watch.elapsed(max(2, min(10, int(TIMING_BUDGET / time))), time)
         logger.debug("%s takes %.1f us", candidate.name, time)
         return Contender(candidate, time, watch)

@@ -33,8 +33,8 @@ twenty (ResNet-50 and MobileNet in FLOAT16 on an H200, total of all tasks)."""
 MAX_COMPILED = 3
 """The same for plans that cuDNN compiles at run time, in about 0.3 s each."""
 
-MAX_BESIDE_OWN = {False: 3, True: 1}
-"""Both limits for depthwise convolutions, which have own kernels: cuDNN takes 0.1 to 0.6 s to load each such plan."""
+MAX_BESIDE_OWN = 3
+"""Maximum ready plans for depthwise convolutions, which have own kernels: cuDNN takes 0.1 to 0.6 s to load each."""
 
 FIRST, SECOND, OUT, BIAS, SUM, SQUARES, RESIDUAL = 1, 2, 3, 4, 5, 6, 7
 """Identifiers of a graph's tensors."""
@@ -456,10 +456,8 @@ def _plans(graph: CudnnGraph, kind: PlanKind, prefix: str, kept: str | None = No
 
 def _proposed_plans(graph: CudnnGraph, kind: PlanKind, prefix: str) -> Iterator[CudnnPlan]:
     """Yield plans until enough could be prepared; query the slow heuristics if the fast ones give too few."""
-    compiled = kind is PlanKind.COMPILED
-    most = MAX_COMPILED if compiled else MAX_PLANS
-    if suits_depthwise(graph.task):
-        most = MAX_BESIDE_OWN[compiled]
+    ready = MAX_BESIDE_OWN if suits_depthwise(graph.task) else MAX_PLANS
+    most = MAX_COMPILED if kind is PlanKind.COMPILED else ready
     seen: set[str] = set()
     usable = 0
     # The second heuristic takes long; it is asked only if the first one gives too few plans.

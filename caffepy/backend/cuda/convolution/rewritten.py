@@ -19,8 +19,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
-from caffepy.backend.cuda.compiler import RESIDENT_BLOCKS, c_type, defines, launch, library_kernel
+from caffepy.backend.cuda.compiler import RESIDENT_BLOCKS, c_type, defines, divider, launch, library_kernel
 from caffepy.backend.cuda.convolution.algorithm import (
     AlgorithmFamily,
     Candidate,
@@ -311,36 +312,25 @@ def rearrange(change: SpaceToDepth, array: Array, scratch: Scratch, purpose: str
     # A pack must not reach from one gathered pixel into the next.
     while (change.target[1] // change.row) % pack:
         pack //= 2
-    kernel = library_kernel("space_to_depth", "fold", _defines(change, array, out, pack))
+    kernel = library_kernel("space_to_depth", "fold", defines(In=c_type(array), Out=c_type(out), PACK=pack))
     count = out.size // pack
-    launch(kernel, count, (raw(array), out, change.source[0], count))
+    launch(kernel, count, (raw(array), out, change.source[0], count, *_sizes(change, pack)))
     return out
 
 
 def restore(change: SpaceToDepth, rearranged: Array, target: Array, accumulate: bool) -> None:
     """target (+)= the inverse rearrangement of `rearranged`."""
     assert change.row == 1, "gathered rows overlap: they have no inverse"
-    kernel = library_kernel("space_to_depth", "unfold", _defines(change, rearranged, target, 1))
-    launch(kernel, target.size, (rearranged, raw(target), accumulate, target.size))
+    kernel = library_kernel("space_to_depth", "unfold", defines(In=c_type(rearranged), Out=c_type(target), PACK=1))
+    launch(kernel, target.size, (rearranged, raw(target), accumulate, target.size, *_sizes(change, 1)))
 
 
-def _defines(change: SpaceToDepth, source: Array, target: Array, pack: int) -> str:
+def _sizes(change: SpaceToDepth, pack: int) -> tuple[Any, ...]:
+    """Return the SIZES of kernels/space_to_depth.cu."""
     (_, channels, height, width), (_, out_channels, out_height, out_width) = change.source, change.target
-    return defines(
-        In=c_type(source),
-        Out=c_type(target),
-        HEIGHT=height,
-        WIDTH=width,
-        CHANNELS=channels,
-        FOLDED_HEIGHT=out_height,
-        FOLDED_WIDTH=out_width,
-        FOLDED_CHANNELS=out_channels,
-        STEP=change.block,
-        SHIFT_H=change.pad[0],
-        SHIFT_W=change.pad[1],
-        TOGETHER=change.row,
-        PACK=pack,
-    )
+    divided = (channels, out_height, out_width, out_channels // pack, out_channels // change.row, change.block)
+    pairs = [argument for number in divided for argument in (number, divider(number))]
+    return (height, width, *pairs, *change.pad)
 
 
 class SpaceToDepthCandidate:

@@ -24,6 +24,9 @@ __device__ __forceinline__ float smaller_of(float a, float b) {
 #endif
 }
 
+// Whether a value replaces the best so far: the first maximum does, and the first NaN, which passes on.
+__device__ __forceinline__ bool wins(float value, float best) { return !(value <= best) && best == best; }
+
 template <typename T>
 __device__ __forceinline__ T warp_sum(T value) {
     // Exchanged by xor, every lane adds up the same tree: all have the same bits.

@@ -36,12 +36,6 @@ struct Place {
                      (int)(number - over_pack * packs)};                                                               \
     const Sizes s = {height, width, out_height, out_width, (int)packs};
 
-// The same where a window is a whole plane, gridDim.y images.
-#define PLANES unsigned int pixels, unsigned int packs
-#define EACH_PIXEL(pixel)                                                    \
-    const unsigned int pack = blockIdx.x * blockDim.x + threadIdx.x;         \
-    _Pragma("unroll 4") for (unsigned int pixel = threadIdx.y; pack < packs && pixel < pixels; pixel += blockDim.y)
-
 // Small windows are written out in full; of large ones a few columns at a time.
 constexpr bool SMALL = KERNEL_H * KERNEL_W <= 9;
 constexpr int SPAN = SMALL || KERNEL_W < 8 ? KERNEL_W : 8;
@@ -53,9 +47,6 @@ __device__ __forceinline__ bool within(int i, int size) { return (unsigned int)i
 __device__ __forceinline__ int nearest(int i, int size) { return min(max(i, 0), size - 1); }
 
 #ifdef MASK
-
-// Whether a value replaces the best so far: the first maximum does, and the first NaN, which passes on.
-__device__ __forceinline__ bool wins(float value, float best) { return !(value <= best) && best == best; }
 
 // TOGETHER output rows are one thread's: windows that overlap share what they load.
 
@@ -109,46 +100,6 @@ __device__ __forceinline__ float search(const STORED *x, const Place &p, const S
     return poison;
 }
 
-// The maxima of whole planes; blocks as for `average_whole`. Of equal maxima the first counts.
-extern "C" __global__ void __launch_bounds__(256) max_whole(const STORED *x, STORED *y, MASK *mask, PLANES) {
-    __shared__ alignas(16) float values[256 * WIDTH];
-    __shared__ alignas(16) int places[256 * WIDTH];
-    Values best;
-    Pack<int, WIDTH> where;
-#pragma unroll
-    for (int k = 0; k < WIDTH; ++k) best[k] = -3.402823466e+38f, where[k] = -1;
-    EACH_PIXEL(pixel) {
-        const Raw raw = load_raw<WIDTH>(x, (blockIdx.y * pixels + pixel) * packs + pack);
-#pragma unroll
-        for (int k = 0; k < WIDTH; ++k)
-            if (wins(to_float(raw[k]), best[k])) best[k] = to_float(raw[k]), where[k] = pixel;
-    }
-    const int own = threadIdx.y * blockDim.x + threadIdx.x;
-    for (int left = blockDim.y / 2; left > 0; left /= 2) {
-        store_raw(values, own, best);
-        store_raw(places, own, where);
-        __syncthreads();
-        if (threadIdx.y < left) {
-#pragma unroll
-            for (int k = 0; k < WIDTH; ++k) {
-                const int at = (own + left * blockDim.x) * WIDTH + k, place = places[at];
-                const float value = values[at];
-                // The threads' pixels are interleaved, so of equal values the smaller number decides which one is the
-                // first.
-                const bool same = value == best[k] || (value != value && best[k] != best[k]);
-                if (wins(value, best[k]) || (same && (unsigned int)place < (unsigned int)where[k])) best[k] = value, where[k] = place;
-            }
-        }
-        __syncthreads();
-    }
-    if (threadIdx.y > 0 || pack >= packs) return;
-    Codes codes;
-#pragma unroll
-    for (int k = 0; k < WIDTH; ++k) codes[k] = (MASK)where[k];
-    store<WIDTH>(y, blockIdx.y * packs + pack, best);
-    store_raw(mask, blockIdx.y * packs + pack, codes);
-}
-
 extern "C" __global__ void max_forward(const STORED *x, STORED *y, MASK *mask, SIZES) {
     FIND_PLACE
     const int first = p.row * TOGETHER, top = first * STRIDE_H - PAD_H, left = p.column * STRIDE_W - PAD_W;
@@ -199,33 +150,6 @@ __device__ __forceinline__ Values window_sum(const STORED *x, Place p, Sizes s, 
         }
     }
     return sum;
-}
-
-// The averages of whole planes. A block is blockDim.x packs of an image by blockDim.y threads, a power of two, which take turns at
-// its pixels.
-extern "C" __global__ void __launch_bounds__(256) average_whole(const STORED *x, STORED *y, PLANES) {
-    __shared__ alignas(16) float sums[256 * WIDTH];
-    Values sum = {};
-    EACH_PIXEL(pixel) {
-        const Raw raw = load_raw<WIDTH>(x, (blockIdx.y * pixels + pixel) * packs + pack);
-#pragma unroll
-        for (int k = 0; k < WIDTH; ++k) sum[k] += to_float(raw[k]);
-    }
-    const int own = threadIdx.y * blockDim.x + threadIdx.x;
-    for (int left = blockDim.y / 2; left > 0; left /= 2) {
-        store_raw(sums, own, sum);
-        __syncthreads();
-        if (threadIdx.y < left) {
-            const Values other = load<WIDTH>(sums, own + left * blockDim.x);
-#pragma unroll
-            for (int k = 0; k < WIDTH; ++k) sum[k] += other[k];
-        }
-        __syncthreads();
-    }
-    if (threadIdx.y > 0 || pack >= packs) return;
-#pragma unroll
-    for (int k = 0; k < WIDTH; ++k) sum[k] = __fdividef(sum[k], (float)pixels);
-    store<WIDTH>(y, blockIdx.y * packs + pack, sum);
 }
 
 extern "C" __global__ void average_forward(const STORED *x, STORED *y, SIZES) {
