@@ -24,24 +24,21 @@ depthwise(const STORED *source, const STORED *weights, const float *bias, STORED
             load_row<Columns>(row, source, (n * source_height + line) * source_width, within(line, source_height), source_left,
                               source_width, packs, pack);
 #pragma unroll
-            for (int k = 0; k < KERNEL_H; ++k)
+            for (int k = 0; k < KERNEL_H; ++k) {
+                const int i = Rows::result(k, p);
+                if (i < 0 || i >= TILE_H) continue;
 #pragma unroll
-                for (int i = 0; i < TILE_H; ++i) {
-                    if (!Rows::meet(i, k, p + Rows::FIRST)) continue;
+                for (int l = 0; l < KERNEL_W; ++l) {
+                    const Values weight = load<WIDTH>(w, (k * KERNEL_W + l) * blockDim.x + threadIdx.x);
 #pragma unroll
-                    for (int l = 0; l < KERNEL_W; ++l) {
-                        const Values weight = load<WIDTH>(w, (k * KERNEL_W + l) * blockDim.x + threadIdx.x);
+                    for (int j = 0; j < TILE_W; ++j) {
+                        const int q = Columns::pixel(j, l);
+                        if (q < 0) continue;
 #pragma unroll
-                        for (int q = 0; q < Columns::LENGTH; ++q)
-#pragma unroll
-                            for (int j = 0; j < TILE_W; ++j) {
-                                if (!Columns::meet(j, l, q + Columns::FIRST)) continue;
-#pragma unroll
-                                for (int v = 0; v < WIDTH; ++v)
-                                    y[i][j][v] = fmaf(row[q][v], weight[v], y[i][j][v]);
-                            }
+                        for (int v = 0; v < WIDTH; ++v) y[i][j][v] = fmaf(row[q][v], weight[v], y[i][j][v]);
                     }
                 }
+            }
         }
 #pragma unroll
         for (int i = 0; i < TILE_H; ++i)

@@ -28,23 +28,19 @@ depthwise_weights(const STORED *x, const STORED *dy, float *parts, int height, i
             Raw row[Columns::LENGTH];
             load_row<Columns>(row, x, (n * x_height + line) * x_width, within(line, x_height), x_left, x_width, packs, pack);
 #pragma unroll
-            for (int i = 0; i < TILE_H; ++i)
+            for (int k = KERNEL_H - 1; k >= 0; --k) {
+                const int i = Rows::result(k, p);
+                if (i < 0 || i >= TILE_H) continue;
 #pragma unroll
-                for (int k = 0; k < KERNEL_H; ++k) {
-                    if (!Rows::meet(i, k, p + Rows::FIRST)) continue;
+                for (int j = 0; j < TILE_W; ++j)
 #pragma unroll
-                    for (int q = 0; q < Columns::LENGTH; ++q)
+                    for (int l = 0; l < KERNEL_W; ++l) {
+                        const int q = Columns::pixel(j, l);
 #pragma unroll
-                        for (int j = 0; j < TILE_W; ++j)
-#pragma unroll
-                            for (int l = 0; l < KERNEL_W; ++l) {
-                                if (!Columns::meet(j, l, q + Columns::FIRST)) continue;
-#pragma unroll
-                                for (int v = 0; v < WIDTH; ++v)
-                                    sums[k * KERNEL_W + l][v] =
-                                        fmaf(row[q][v], gradients[i][j][v], sums[k * KERNEL_W + l][v]);
-                            }
-                }
+                        for (int v = 0; v < WIDTH; ++v)
+                            sums[k * KERNEL_W + l][v] = fmaf(row[q][v], gradients[i][j][v], sums[k * KERNEL_W + l][v]);
+                    }
+            }
         }
     }
     sums_of_block(sums, packs, [&](int k, int channel, float sum) {
