@@ -89,6 +89,8 @@ __device__ __forceinline__ void sums_of_block(const Values (&numbers)[NUMBER], i
             for (int v = 0; v < WIDTH; ++v)
                 shared[(k * blockDim.y + threadIdx.y) * channels + threadIdx.x * WIDTH + v] = numbers[first + k][v];
         __syncthreads();
+        // One or two turns: unrolled, they would only take NVRTC time.
+#pragma unroll 1
         for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < min(AT_ONCE, NUMBER - first) * channels; i += threads) {
             const int k = AT_ONCE == 1 ? 0 : i / channels, own = i - k * channels, channel = blockIdx.x * channels + own;
             float sum = 0.0f;
