@@ -171,7 +171,7 @@ class Autotuner:
     ) -> Candidate | None:
         """Return the candidate for a task from now on, or None."""
         if not self.enabled:
-            return _first(families)
+            return first_trusted(families)
         key = self._key(task, resources)
         with self._decisions.turn(key):
             known = self._decisions.get(key)
@@ -182,7 +182,7 @@ class Autotuner:
                     return cached
             # Timing synchronises, which a capture forbids. The eager pass before it has normally tuned all tasks.
             if is_capturing():
-                return _first(families)
+                return first_trusted(families)
             begin = monotonic()
             log_first_use()
             chosen, microseconds, certain = _try_all(task, families, operands, resources)
@@ -213,8 +213,8 @@ class Autotuner:
         return f"{self._device}; {arithmetic} {task.direction.value}{flags}; {shapes}"
 
 
-def _first(families: Sequence[AlgorithmFamily]) -> Candidate | None:
-    """Return the first unchecked candidate that supports the task."""
+def first_trusted(families: Sequence[AlgorithmFamily]) -> Candidate | None:
+    """Return the first candidate that supports the task and whose result needs no check."""
     for family in families:
         for candidate in () if family.checked else family.candidates():
             if candidate.prepare():

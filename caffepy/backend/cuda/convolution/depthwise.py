@@ -140,7 +140,7 @@ class DepthwiseConvolution:
     def prepare(self) -> bool:
         """Compile."""
         name = "depthwise_weights" if self._task.direction is Direction.WEIGHTS else "depthwise"
-        self._kernel = library_kernel("depthwise", name, self._settings(), TILES)
+        self._kernel = library_kernel(name, name, self._settings(), TILES)
         return True
 
     def _settings(self, **more: int) -> str:

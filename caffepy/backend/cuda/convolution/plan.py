@@ -26,6 +26,7 @@ from caffepy.backend.cuda.convolution.algorithm import (
     fits,
     write_result,
 )
+from caffepy.backend.cuda.convolution.autotune import first_trusted
 from caffepy.backend.cuda.convolution.cudnn import (
     ROUNDED_BIAS,
     CopiedCudnn,
@@ -271,6 +272,14 @@ def _prefers_products(task: Task, resources: Resources) -> bool:
     return task.direction is not Direction.FORWARD or is_pointwise(problem.geometry)
 
 
+def _sums_in_registers(task: Task) -> bool:
+    """Return whether own kernels compute a task's sums, so that a second pass over y would only be slower.
+
+    The plain task is then computed for comparison alone, and its own kernels are neither compiled nor timed.
+    """
+    return task.sums and suits_depthwise(task) and not suits_large_depthwise(task.plain)
+
+
 # -- plans ---------------------------------------------------------------------------------------------
 
 
@@ -288,6 +297,7 @@ class TunedConvolution:
         self._resources = resources
         self._planned = planned
         self._chosen: dict[Task, Candidate | None] = {}
+        self._trusted: dict[Task, Candidate | None] = {}
         self._normalised: dict[tuple[Task, bool], DepthwiseWalk] = {}
 
     def candidate(self, task: Task, operands: Operands | None) -> Candidate | None:
@@ -296,13 +306,15 @@ class TunedConvolution:
         if task not in self._chosen:
             if self._resources.tuner.will_time(task, self._resources):
                 self._compile_alike(task, self._own_candidates)
-            families = algorithm_families(task, self.run, self.candidate, self._resources)
+            run_plain = self._run_trusted if _sums_in_registers(task) else self.run
+            families = algorithm_families(task, run_plain, self.candidate, self._resources)
             self._chosen[task] = self._resources.tuner.choose(task, families, operands, self._resources)
         return self._chosen[task]
 
     def _compile_alike(self, task: Task, candidates: Callable[[Task], Iterable[Candidate]], form: str = "") -> None:
         """Compile kernels for this task of all planned problems: a net that runs one runs the others soon."""
-        forms = dict.fromkeys((task, task.plain))  # a fused task is compared with the plain one and its epilogue
+        # A fused task is compared with the plain one and its epilogue.
+        forms = (task,) if _sums_in_registers(task) else dict.fromkeys((task, task.plain))
         tasks = [replace(form, problem=p) for form in forms for p in self._planned if math.prod(p.y)]
         new = [each for each in tasks if (each, form) not in self._resources.compiled]
         self._resources.compiled.update((each, form) for each in new)
@@ -330,10 +342,19 @@ class TunedConvolution:
             self._normalised[task, relu] = chosen
         return self._normalised[task, relu]
 
+    def _run_trusted(self, task: Task, operands: Operands) -> None:
+        """Run a task by the first candidate whose result needs no check, without timing the others."""
+        if task not in self._trusted:
+            families = algorithm_families(task, self.run, self.candidate, self._resources)
+            self._trusted[task] = first_trusted(families)
+        self._run_chosen(self._trusted[task], task, operands)
+
     def run(self, task: Task, operands: Operands) -> None:
         given = (operands.bias is not None, operands.sums is not None, operands.residual is not None)
         assert given == (task.bias, task.sums, task.residual), task
-        chosen = self.candidate(task, operands)
+        self._run_chosen(self.candidate(task, operands), task, operands)
+
+    def _run_chosen(self, chosen: Candidate | None, task: Task, operands: Operands) -> None:
         if chosen is None:
             raise RunError(f"no algorithm for convolution {task.direction.value} of {task.problem}")
         chosen.run(operands)

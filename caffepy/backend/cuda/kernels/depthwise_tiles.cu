@@ -24,8 +24,15 @@ struct Axis {
         DATA ? floor_of(TILE - 1 + PAD, STRIDE) : (TILE - 1) * STRIDE + (KERNEL - 1) * DILATION - PAD;
     static constexpr int LENGTH = LAST - FIRST + 1;
     static __device__ __forceinline__ int source(int result) { return DATA ? result / STRIDE : result * STRIDE; }
-    static __device__ __forceinline__ constexpr bool meet(int i, int k, int offset) {
-        return DATA ? i + PAD - k * DILATION == offset * STRIDE : i * STRIDE + k * DILATION - PAD == offset;
+    // Of result i, weight k and pixel p, counted from FIRST, two tell the third; a number outside its range where none meets them.
+    // Loops compute it: tried out, all combinations would be unrolled before the compiler drops most of them.
+    static __device__ __forceinline__ constexpr int quotient(int number) { return number % STRIDE == 0 ? number / STRIDE : -1; }
+    static __device__ __forceinline__ constexpr int pixel(int i, int k) {
+        return DATA ? quotient(i + PAD - k * DILATION - FIRST * STRIDE) : i * STRIDE + k * DILATION - PAD - FIRST;
+    }
+    static __device__ __forceinline__ constexpr int result(int k, int p) {
+        const int number = k * DILATION - PAD;
+        return DATA ? (p + FIRST) * STRIDE + number : quotient(p + FIRST - number);
     }
 };
 
@@ -82,6 +89,8 @@ __device__ __forceinline__ void sums_of_block(const Values (&numbers)[NUMBER], i
             for (int v = 0; v < WIDTH; ++v)
                 shared[(k * blockDim.y + threadIdx.y) * channels + threadIdx.x * WIDTH + v] = numbers[first + k][v];
         __syncthreads();
+        // One or two turns: unrolled, they would only take NVRTC time.
+#pragma unroll 1
         for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < min(AT_ONCE, NUMBER - first) * channels; i += threads) {
             const int k = AT_ONCE == 1 ? 0 : i / channels, own = i - k * channels, channel = blockIdx.x * channels + own;
             float sum = 0.0f;

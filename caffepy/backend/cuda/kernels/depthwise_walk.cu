@@ -108,18 +108,17 @@ __device__ __forceinline__ void each_product(EachRow row, Use use) {
     for (int p = 0; p < Rows::LENGTH; ++p) {
         row(p);
 #pragma unroll
-        for (int k = 0; k < KERNEL_H; ++k)
+        for (int k = 0; k < KERNEL_H; ++k) {
+            const int i = Rows::result(k, p);
+            if (i < 0 || i >= TILE_H) continue;
 #pragma unroll
-            for (int i = 0; i < TILE_H; ++i) {
-                if (!Rows::meet(i, k, p + Rows::FIRST)) continue;
+            for (int l = 0; l < KERNEL_W; ++l)
 #pragma unroll
-                for (int l = 0; l < KERNEL_W; ++l)
-#pragma unroll
-                    for (int q = 0; q < Columns::LENGTH; ++q)
-#pragma unroll
-                        for (int j = 0; j < TILE_W; ++j)
-                            if (Columns::meet(j, l, q + Columns::FIRST)) use(i, k * KERNEL_W + l, p, q, j);
-            }
+                for (int j = 0; j < TILE_W; ++j) {
+                    const int q = Columns::pixel(j, l);
+                    if (q >= 0) use(i, k * KERNEL_W + l, p, q, j);
+                }
+        }
     }
 }
 

@@ -57,3 +57,30 @@ def test_a_known_decision_needs_one_graph(modules: Any, name: str, graphs: list[
     found = modules.autotune._find(name, families(modules, "bfloat16", bias=True))
     assert found.name == name
     assert modules.graphs == graphs
+
+
+def test_plain_depthwise_kernels_are_not_compiled_or_timed_beside_those_with_sums(
+    modules: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The task with sums is compared with cuDNN's first plan."""
+    geometry = Geometry((3, 3), (1, 1), (1, 1), (1, 1), 16)
+    problem = modules.problem.Problem((4, 16, 8, 8), (16, 1, 3, 3), geometry, "float16")
+    task = modules.problem.Task(problem, modules.problem.Direction.FORWARD, sums=True)
+    compiled, timed, ran = [], [], []
+    resources = MagicMock(compiled=set())
+
+    def choose(wanted: Any, families: Any, *_: Any) -> Any:
+        timed.append(wanted)
+        return next(family for family in families if family.name == "unfused").candidates()[0]
+
+    resources.tuner.choose = choose
+    engine = SimpleNamespace(name="cuDNN engine", prepare=lambda: True, run=ran.append)
+    monkeypatch.setattr(modules.plan, "cudnn_candidates", lambda *_, **__: [engine])
+    monkeypatch.setattr(modules.plan, "depthwise_candidates", lambda wanted, _: [SimpleNamespace(prepare=wanted)])
+    monkeypatch.setattr(modules.plan, "compile_side_by_side", compiled.extend)
+    monkeypatch.setattr(modules.plan, "reduce", MagicMock())
+    tuned = modules.plan.TunedConvolution(problem, resources, [problem])
+    operands = modules.plan.Operands(*(MagicMock() for _ in "xwy"), sums=MagicMock())
+    tuned.run(task, operands)
+    assert compiled == timed == [task]
+    assert len(ran) == 1 and ran[0].sums is None
