@@ -41,6 +41,7 @@ from caffepy.backend.cuda.convolution.depthwise import (
     DepthwiseWalk,
     depthwise_candidates,
     large_depthwise_candidates,
+    repeated,
     suits_depth_multiplier,
     suits_large_depthwise,
 )
@@ -321,7 +322,12 @@ class TunedConvolution:
         compile_side_by_side([candidate.prepare for each in new for candidate in candidates(each)])
 
     def _own_candidates(self, task: Task) -> list[Candidate]:
-        return [candidate for family in _own_kernels(task, self._resources) for candidate in family.candidates()]
+        """Return the candidates with own kernels, of both gradients for one: the other follows soon."""
+        gradients = (Direction.DATA, Direction.WEIGHTS)
+        tasks = [replace(task, direction=each) for each in gradients if task.direction in gradients] or [task]
+        tasks += [Task(repeated(each.problem), each.direction) for each in tasks if suits_depth_multiplier(each)]
+        families = [family for each in tasks for family in _own_kernels(each, self._resources)]
+        return [candidate for family in families for candidate in family.candidates()]
 
     def _normalised_candidates(self, task: Task, relu: bool) -> list[DepthwiseWalk]:
         """Return the candidate with a normalised bottom: a forward pass, or both gradients for a data task."""

@@ -21,7 +21,7 @@ extern "C" __global__ void fold(const In *plain, Out *folded, unsigned int rows,
         // Row and column within the block, and channel; they count on from element to element.
         int a = down, b = place - down * step;
         unsigned int c = first - place * channels;
-        const In *row = plain + ((long long)(n * height + top + a) * width + left) * channels;
+        const In *row = plain + (((long long)n * height + top + a) * width + left) * channels;
         Pack<float, PACK> values;
 #pragma unroll
         for (int v = 0; v < PACK; ++v) {
