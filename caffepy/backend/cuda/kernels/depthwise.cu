@@ -3,6 +3,9 @@
 // Standing before, beside what that needs: BIAS, RELU and SUMS (1: the results' sums and sums of squares by channel are wanted as
 // well).
 
+// Moved above the products of earlier rows, the loads of large windows would fill the registers.
+constexpr bool ROWS_IN_TURN = AREA > (sizeof(STORED) == 4 ? 9 : 25);
+
 // y of x, or with DATA dx of dy. With SUMS `parts` gets those of each of the gridDim.y blocks of a channel: (gridDim.y, 2, C).
 extern "C" __global__ void __launch_bounds__(THREADS)
 depthwise(const STORED *source, const STORED *weights, const float *bias, STORED *results, float *parts, int height, int width,
@@ -19,6 +22,7 @@ depthwise(const STORED *source, const STORED *weights, const float *bias, STORED
         const int source_top = Rows::source(top), source_left = Columns::source(left);
 #pragma unroll
         for (int p = 0; p < Rows::LENGTH; ++p) {
+            if constexpr (ROWS_IN_TURN) asm volatile("" ::: "memory");
             const int line = source_top + p + Rows::FIRST;
             Raw row[Columns::LENGTH];
             load_row<Columns>(row, source, (n * source_height + line) * source_width, within(line, source_height), source_left,
