@@ -1,13 +1,14 @@
 """How long `caffepy train` takes from the command to the end of its first iteration.
 
-    python benchmarks/start.py [--rows cpu,gpu,...] [--starts 3] [--package FOLDER]
+    python benchmarks/start.py [--rows cpu,gpu,...] [--starts 3] [--package FOLDER] [--torch PYTHON]
 
 Rows: LeNet on the CPU, on one GPU, on two GPUs of one process and of two ranks under mpirun; ResNet-50, GoogLeNet,
 EfficientNet-B0, ShuffleNet and U-Net in FLOAT16 on one GPU. Each starts with empty caches of its own (XDG_CACHE_HOME,
 CUPY_CACHE_DIR, CUDA_CACHE_PATH), then with those that the start before has filled, in turn; figures are medians of
 `--starts`. The first iteration has ended when the log shows the loss of the second. `silence` is the longest time
 between two lines of the log before that.
-`--package` measures the caffepy in another folder, for comparisons.
+`--package` measures the caffepy in another folder, for comparisons. `--torch` adds PyTorch on one GPU, from the net that
+is built to the end of its first iteration under `torch.compile`, its imports left out.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from processes import in_a_process
 from start_nets import NETS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -140,11 +142,27 @@ def measure(row: str, folder: Path, package: Path, starts: int, limit: float) ->
     return empty, full
 
 
-def show(row: str, runs: tuple[list[Run], list[Run]]) -> None:
+def torch_start(row: str, folder: Path, python: str) -> list[str]:
+    """PyTorch's seconds to the first compiled iteration, with empty caches and with full ones."""
+    from peers.description import describe
+    from zoo import TORCH
+
+    model, batch, _, _ = ROWS[row]
+    description = describe(model if model == "lenet" else str(folder / "net.prototxt"), True, batch)
+    dtype = "FLOAT" if model == "lenet" else "FLOAT16"
+    job = {"description": description, "mode": "compile", "device": "gpu", "dtype": dtype, "quick": True}
+    os.environ |= {name: str(folder / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    found = [in_a_process([python, str(TORCH)], job, other_python=True) for _ in range(2)]
+    return [one if isinstance(one, str) else _median([one["first"]]) for one in found]
+
+
+def show(row: str, runs: tuple[list[Run], list[Run]], peer: list[str]) -> None:
     """Print a row's table."""
     print(f"\n| {row}: {ROWS[row][0]} {' '.join(ROWS[row][2])} | empty caches | full caches |\n|---|---|---|")
     print(f"| first iteration ended | {' | '.join(_first(starts) for starts in runs)} |")
     print(f"| whole command, 3 iterations | {' | '.join(_median(run.wall for run in starts) for starts in runs)} |")
+    if peer:
+        print(f"| PyTorch's first compiled iteration, after imports | {' | '.join(peer)} |")
     print(f"| longest silence | {' | '.join(_median(run.silence for run in starts) for starts in runs)} |")
     for run in (*runs[0], *runs[1]):
         if run.first is None:
@@ -167,6 +185,7 @@ def main() -> None:
     parser.add_argument("--rows", default=",".join(ROWS), help="with commas")
     parser.add_argument("--starts", type=int, default=3, metavar="N", help="of each kind (3)")
     parser.add_argument("--package", type=Path, default=ROOT, metavar="FOLDER", help="what is measured (this one)")
+    parser.add_argument("--torch", metavar="PYTHON", help="an interpreter with PyTorch")
     parser.add_argument("--limit", type=float, default=120, metavar="SECONDS", help="longest time of a command (120)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where logs and caches stay")
     arguments = parser.parse_args()
@@ -176,7 +195,9 @@ def main() -> None:
             folder = (arguments.keep or Path(temporary)) / row
             folder.mkdir(parents=True, exist_ok=True)
             package = arguments.package.resolve()
-            show(row, measure(row, folder, package, arguments.starts, arguments.limit))
+            runs = measure(row, folder, package, arguments.starts, arguments.limit)
+            one_gpu = ROWS[row][2] == ["--gpus", "0"]
+            show(row, runs, torch_start(row, folder, arguments.torch) if arguments.torch and one_gpu else [])
 
 
 if __name__ == "__main__":
