@@ -7,8 +7,8 @@ EfficientNet-B0, ShuffleNet and U-Net in FLOAT16 on one GPU. Each starts with em
 CUPY_CACHE_DIR, CUDA_CACHE_PATH), then with those that the start before has filled, in turn; figures are medians of
 `--starts`. The first iteration has ended when the log shows the loss of the second. `silence` is the longest time
 between two lines of the log before that.
-`--package` measures the caffepy in another folder, for comparisons. `--torch` adds PyTorch on one GPU, from the net that
-is built to the end of its first iteration under `torch.compile`, its imports left out.
+`--package` measures the caffepy in another folder, for comparisons. `--torch` adds PyTorch on one GPU: from a net that
+is built to the end of its first iteration under `torch.compile`, without its imports.
 """
 
 from __future__ import annotations
