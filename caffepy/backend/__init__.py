@@ -17,7 +17,7 @@ from caffepy.backend.types import (
     RandomStream,
     SparseMatrix,
 )
-from caffepy.utils.options import MATH_MODES
+from caffepy.utils.options import MATH, MATH_MODES
 
 __all__ = [
     "MATH_MODES",
@@ -42,7 +42,7 @@ __all__ = [
 def create_backend(
     device: int | None = None,
     threads: int | None = None,
-    math: str = "fp32",
+    math: str = MATH,
     autotune: bool = True,
     deterministic: bool = True,
 ) -> Backend:
@@ -51,7 +51,7 @@ def create_backend(
     Args:
         device: CUDA device number, or None for the CPU.
         threads: CPU threads that the backend may use; None: all that the process may use.
-        math: one of MATH_MODES; the CPU always computes in float32.
+        math: one of MATH_MODES, "tf32" as in `caffepy train`; the CPU always computes in float32.
         autotune: whether a GPU times several algorithms for each convolution and keeps the fastest.
         deterministic: whether a GPU must give the same bits in every run; the CPU always does.
 

@@ -203,7 +203,7 @@ def _finds_boxes(net: Net, output: str) -> bool:
 
 
 def _export_onnx(args: ExportCommand) -> int:
-    from caffepy.export.onnx.libraries import has_runtime, require_onnx, run_model
+    from caffepy.export.onnx.libraries import Session, has_runtime, require_onnx, run_model
     from caffepy.utils.files import atomic_write
 
     require_onnx("to write ONNX files")
@@ -226,7 +226,7 @@ def _export_onnx(args: ExportCommand) -> int:
         def run_alone(alone: Net, feeds: Arrays) -> Arrays:
             return run_model(serialised(to_model(alone, opset)), feeds)
 
-        _check(net, source, args, lambda feeds: run_model(content, feeds), run_alone, LIMIT)
+        _check(net, source, args, Session(content).run, run_alone, LIMIT)
     with atomic_write(args.output) as file:
         file.write(content)
     print(f"{args.output}: {len(model.graph.node)} nodes, opset {opset}, {len(content)} bytes")
@@ -235,7 +235,7 @@ def _export_onnx(args: ExportCommand) -> int:
 
 def _export_torch(args: ExportCommand) -> int:
     from caffepy.export.prepare import as_half, varying_axes
-    from caffepy.export.torch.write import LIMIT, require_torch, run_exported, to_torch
+    from caffepy.export.torch.write import LIMIT, Exported, require_torch, run_exported, to_torch
     from caffepy.formats.safetensors import SUFFIX, write_tensors
 
     if args.output.suffix != ".py":
@@ -261,8 +261,7 @@ def _export_torch(args: ExportCommand) -> int:
 
         written = write(args.output.name, text, parameters)
         if not args.no_check:
-            outputs = list(source.outputs)
-            _check(net, source, args, lambda feeds: run_exported(written[0], feeds, outputs), run_alone, LIMIT)
+            _check(net, source, args, Exported(written[0], list(source.outputs)).run, run_alone, LIMIT)
         for new, path in zip(written, paths, strict=True):
             os.replace(new, path)
     print(

@@ -41,7 +41,7 @@ class ImageModel:
         threads: int | None = None,
         engine: str | None = None,
     ) -> None:
-        self.model = load(net, weights, device, threads=threads, math="fp32", engine=engine)
+        self.model = load(net, weights, device, threads=threads, engine=engine)
         if not weights and self.model.net.parameters.parameters:
             logger.warning("%s: no weights are given; the parameters are filled, mostly at random; give --weights", net)
         inputs = self.model.inputs

@@ -27,6 +27,7 @@ from caffepy.layers.layer import LayerContext, PassCounter
 from caffepy.net import Net
 from caffepy.net.describe import net_table
 from caffepy.net.executor import ForwardExecutor, ShapeExecutors, shape_text
+from caffepy.utils.options import MATH
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +256,7 @@ def load(
     *,
     dtype: str | None = None,
     threads: int | None = None,
-    math: str = "tf32",
+    math: str = MATH,
     stages: Sequence[str] = (),
     engine: str | None = None,
 ) -> Model:

@@ -31,7 +31,7 @@ from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.python import ask_place
 from caffepy.pycaffe.errors import ArgumentError, whole_number
 from caffepy.utils.glog import LEVELS, GlogFormatter, StderrHandler
-from caffepy.utils.options import MATH_MODES
+from caffepy.utils.options import MATH, MATH_MODES
 
 logger = logging.getLogger("caffepy.pycaffe")
 
@@ -198,7 +198,7 @@ class Device:
 
 
 @cache
-def device_of(number: int | None, math: str = "tf32") -> Device:
+def device_of(number: int | None, math: str = MATH) -> Device:
     """The device of a number, None: the CPU; the same object each time.
 
     Args:
@@ -251,7 +251,7 @@ class Mode:
     solver_rank: int = 0
     multiprocess: bool = False
     layer_by_layer: bool = os.environ.get(VARIABLE, "0") not in ("", "0")
-    math: str = os.environ.get(MATH_VARIABLE, "tf32")
+    math: str = os.environ.get(MATH_VARIABLE, MATH)
 
     def present_device(self) -> Device:
         """Return the device of new nets; the same object for a GPU each time.

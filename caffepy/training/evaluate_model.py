@@ -32,7 +32,7 @@ from caffepy.training.evaluate import (
     gather_rows,
     refuse_changing_outputs,
 )
-from caffepy.utils.options import TIMEOUT
+from caffepy.utils.options import MATH, TIMEOUT
 
 if TYPE_CHECKING:
     from caffepy.infer.onnx_engine import RuntimeExecutor
@@ -62,7 +62,7 @@ class ScoringOptions:
     batches: int
     devices: list[int] | list[None]
     threads: int | None = None
-    math: str = "tf32"
+    math: str = MATH
     ap_version: str = "11point"
     show_classes: bool = True
     detection: bool = False

@@ -11,6 +11,7 @@ from caffepy.errors import ConfigError
 from caffepy.training.callbacks.loggers import logger_list
 from caffepy.utils.options import (
     KEEP_GROUP,
+    MATH,
     MATH_MODES,
     MAX_SKIPPED,
     TIMEOUT,
@@ -91,7 +92,7 @@ class TrainSettings:
     )
     math: str = option(
         "how GPUs multiply in FLOAT: on tensor cores, factors rounded to 10 bits (tf32), or fully (fp32)",
-        default="tf32",
+        default=MATH,
         choices=MATH_MODES,
         group=DEVICES,
     )

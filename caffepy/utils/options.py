@@ -395,6 +395,8 @@ def check_values(options: Any) -> None:
 
 MATH_MODES = ("fp32", "tf32")
 """How a GPU multiplies: in full float32, or on tensor cores, which round factors to ten bits of mantissa."""
+MATH = "tf32"
+"""Which of them applies where none is given."""
 TIMEOUT = 300.0
 """Longest wait for another device or rank, in seconds."""
 MAX_SKIPPED = 50

@@ -51,8 +51,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def backend() -> Iterator[Backend]:
-    """GPU 0, active in this thread."""
-    made = create_backend(0)
+    """GPU 0, active in this thread, which multiplies in float32."""
+    made = create_backend(0, math="fp32")
     with made.activate():
         yield made
     made.close()

@@ -464,7 +464,7 @@ class Run:
 @contextmanager
 def backend_of(arguments: argparse.Namespace, case: Case) -> Iterator[Backend]:
     """A backend for one case, whose memory is free afterwards."""
-    made: Any = create_backend(None) if arguments.cpu else create_backend(arguments.gpu, autotune=False)
+    made: Any = create_backend(None) if arguments.cpu else create_backend(arguments.gpu, math="fp32", autotune=False)
     forced = None
     if case.family is not None and not arguments.cpu:
         forced = made._resources.tuner = OneFamily(*case.family)

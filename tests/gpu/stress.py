@@ -84,7 +84,7 @@ class Scores:
         """One round; half of them on a backend that is new."""
         from caffepy.backend import create_backend
 
-        gpu, other = create_backend(0, autotune=False), create_backend(0, autotune=False)
+        gpu, other = create_backend(0, math="fp32", autotune=False), create_backend(0, math="fp32", autotune=False)
         try:
             for kind in ("FLOAT16", "FLOAT", "BFLOAT16"):
                 if number % 2:
@@ -140,7 +140,7 @@ def capture_in_threads() -> str:
 
     def work(number: int) -> None:
         try:
-            own = create_backend(0)
+            own = create_backend(0, math="fp32")
             with engine.solver_of(own, "residual", engine.SHAPES[0]) as solver:
                 results[number] = engine.train(solver, 20)
                 if not solver.graph_executor.captured:

@@ -75,7 +75,7 @@ def test_two_backends_in_two_threads() -> None:
 
     def work(seed: int) -> None:
         try:
-            own = create_backend(0)
+            own = create_backend(0, math="fp32")
             for _ in range(20):
                 for ours, theirs in zip(_small_net(own, seed), expected[seed], strict=True):
                     arrays.close(ours, theirs, 2e-5)

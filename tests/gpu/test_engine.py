@@ -364,7 +364,7 @@ def test_solver_threads_capture_at_the_same_time(backend: Backend, caplog: pytes
     results: dict[int, Any] = {}
 
     def work(number: int) -> None:
-        own = create_backend(0)
+        own = create_backend(0, math="fp32")
         with solver_of(own, "residual", SHAPES[0]) as solver:
             results[number] = train(solver, 20)
             results[number, "captured"] = solver.graph_executor.captured

@@ -29,7 +29,7 @@ WORSE = 4
 @pytest.fixture(scope="module")
 def untuned() -> Iterator[Backend]:
     """A GPU that tries no ways of computing convolutions, of which each net has others."""
-    made = create_backend(0, autotune=False)
+    made = create_backend(0, math="fp32", autotune=False)
     with made.activate():
         yield made
     made.close()

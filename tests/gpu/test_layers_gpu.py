@@ -155,7 +155,7 @@ def two() -> Iterator[list[Backend]]:
 
     if device_count() < 2:
         pytest.skip(f"needs 2 GPUs, {device_count()} are here")
-    made = [create_backend(number) for number in range(2)]
+    made = [create_backend(number, math="fp32") for number in range(2)]
     yield made
     for one in made:
         one.close()

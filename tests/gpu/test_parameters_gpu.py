@@ -44,7 +44,7 @@ LEAVING = {"FLOAT": ["c"], "FLOAT16": ["c", "d", "i"], "BFLOAT16": ["c", "d", "i
 @pytest.fixture(scope="module")
 def gpu() -> Iterator[Backend]:
     """A GPU whose scratch memory nobody else uses."""
-    made = create_backend(0, autotune=False)
+    made = create_backend(0, math="fp32", autotune=False)
     yield made
     made.close()
 
@@ -133,7 +133,7 @@ def test_parameters_are_filled_whoever_asks_first(gpu: Backend) -> None:
 
 
 def test_inputs_on_their_way_lie_in_the_nets_arena() -> None:
-    own = create_backend(0, autotune=False)
+    own = create_backend(0, math="fp32", autotune=False)
     model, large = make(own, "FLOAT16"), images(400)
     for _ in range(3):
         model(large)

@@ -46,7 +46,7 @@ BACKENDS = ["cpu", "cuda:0"] if _gpu_present() else ["cpu"]
 @functools.cache
 def backend_named(name: str) -> Backend:
     """The backend of that name, made once."""
-    return create_backend() if name == "cpu" else create_backend(int(name.split(":")[1]))
+    return create_backend() if name == "cpu" else create_backend(int(name.split(":")[1]), math="fp32")
 
 
 def forward_tolerance(backend: str) -> float:

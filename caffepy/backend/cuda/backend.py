@@ -48,7 +48,7 @@ from caffepy.backend.types import (
     TimedEvent,
 )
 from caffepy.errors import ConfigError
-from caffepy.utils.options import MATH_MODES
+from caffepy.utils.options import MATH, MATH_MODES
 
 __all__ = ["CudaBackend", "DeviceProperties", "device_count", "device_names", "device_properties"]
 
@@ -86,7 +86,7 @@ class CudaBackend(
     asynchronous = True
     captures = captures_inference = True
 
-    def __init__(self, device: int, math: str = "fp32", autotune: bool = True, deterministic: bool = True) -> None:
+    def __init__(self, device: int, math: str = MATH, autotune: bool = True, deterministic: bool = True) -> None:
         if math not in MATH_MODES:
             raise ConfigError(f"unknown math mode '{math}': use {' or '.join(MATH_MODES)}")
         check_device(device)

@@ -123,8 +123,9 @@ def serialised(model: ModelProto) -> bytes:
     """
     if model.ByteSize() > LARGEST_MODEL:
         raise ConfigError(f"the model has {model.ByteSize()} bytes, more than the {LARGEST_MODEL} of an ONNX file")
-    onnx.checker.check_model(model)
-    return bytes(model.SerializeToString())
+    content = bytes(model.SerializeToString())
+    onnx.checker.check_model(content)
+    return content
 
 
 class _Writer(Lowering):

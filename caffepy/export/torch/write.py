@@ -2,7 +2,7 @@
 
 The prototxt is untrusted: names reach the text only as identifiers, and in comments without special characters.
 
-`run_exported` runs an exported module by PyTorch, for checks.
+`Exported` runs an exported module by PyTorch, for checks.
 """
 
 from __future__ import annotations
@@ -367,27 +367,52 @@ def require_torch(purpose: str) -> None:
 
 
 def run_exported(path: Path, inputs: Mapping[str, NDArray[Any]], outputs: list[str]) -> dict[str, NDArray[Any]]:
-    """Return the outputs of a module that `to_torch` wrote.
-
-    Args:
-        path: the .py file, with the .safetensors file beside it.
-        inputs: by name, in the order of the module's arguments.
-        outputs: names in the net's order.
+    """Return the outputs of a module that `to_torch` wrote; see `Exported`.
 
     Raises:
         RunError: PyTorch refuses the module or fails.
     """
-    torch = importlib.import_module("torch")
-    spec = importlib.util.spec_from_file_location(f"caffepy_exported_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-        net = module.load()
-        values = [torch.from_numpy(np.ascontiguousarray(array, np.float32)) for array in inputs.values()]
-        with torch.inference_mode():
-            found = net(*values)
-    except Exception as error:  # its exceptions have no common base class
-        raise RunError(f"PyTorch cannot run the module: {one_line(str(error))}") from error
-    results = found if isinstance(found, dict) else {outputs[0]: found}
-    return {name: value.detach().float().numpy() for name, value in results.items()}
+    return Exported(path, outputs).run(inputs)
+
+
+class Exported:
+    """A module that `to_torch` wrote, with its weights.
+
+    Args:
+        path: the .py file, with the .safetensors file beside it.
+        outputs: names in the net's order.
+
+    Raises:
+        RunError: PyTorch refuses the module.
+    """
+
+    def __init__(self, path: Path, outputs: list[str]) -> None:
+        self._torch, self._outputs = importlib.import_module("torch"), outputs
+        spec = importlib.util.spec_from_file_location(f"caffepy_exported_{path.stem}", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+            self._net = module.load()
+        except Exception as error:  # its exceptions have no common base class
+            raise _refused(error) from error
+
+    def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Return the outputs for inputs by name, in the order of the module's arguments.
+
+        Raises:
+            RunError: PyTorch fails.
+        """
+        torch = self._torch
+        try:
+            values = [torch.from_numpy(np.ascontiguousarray(array, np.float32)) for array in inputs.values()]
+            with torch.inference_mode():
+                found = self._net(*values)
+        except Exception as error:
+            raise _refused(error) from error
+        results = found if isinstance(found, dict) else {self._outputs[0]: found}
+        return {name: value.detach().float().numpy() for name, value in results.items()}
+
+
+def _refused(error: Exception) -> RunError:
+    return RunError(f"PyTorch cannot run the module: {one_line(str(error))}")

@@ -145,7 +145,7 @@ def test_without_onnxruntime(files, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 def test_a_difference_writes_nothing(files, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     wrong = {"z": np.zeros((2, 4, 4, 4), np.float32)}
-    monkeypatch.setattr("caffepy.export.onnx.libraries.run_model", lambda *_: wrong)
+    monkeypatch.setattr("caffepy.export.onnx.libraries.Session.run", lambda *_: wrong)
     assert main(["export", *files]) == 1
     assert "above the limit of 0.0001; the file is not written" in capsys.readouterr().err
     assert not Path(files[2]).exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import caffepy
 from caffepy.cli.main import COMMANDS, build_parser
 from caffepy.cli.main import parse as parse_command
 from caffepy.cli.options import normalise
@@ -73,6 +75,8 @@ def test_nothing_is_changed_after_two_dashes():
 
 def test_math_is_on_tensor_cores_by_default():
     assert parse("train").math == parse("time").math == "tf32"
+    for function in (caffepy.create_backend, caffepy.load):
+        assert inspect.signature(function).parameters["math"].default == "tf32"
     assert parse("train", "-math=tf32").math == "tf32"
     with pytest.raises(ConfigError, match="invalid choice: 'fp8'"):
         parse("train", "--math", "fp8")

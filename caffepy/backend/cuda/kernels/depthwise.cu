@@ -4,12 +4,18 @@
 // well).
 
 // Two blocks on a multiprocessor hide the loads of large windows (5x5 in float16 on an H200: 92 us become 67); with a stride, few
-// results wait for each load. Moved above the products of earlier rows, these loads would fill the registers.
-constexpr int BLOCKS = AREA > 9 && STRIDE_H * STRIDE_W == 1 ? 2 : 1;
+// results wait for each load. Without a number of blocks the compiler decides: told one, it takes more registers.
+#if KERNEL_H * KERNEL_W > 9 && STRIDE_H * STRIDE_W == 1
+#define BOUNDS THREADS, 2
+#else
+#define BOUNDS THREADS
+#endif
+
+// Moved above the products of earlier rows, the loads of large windows would fill the registers.
 constexpr bool ROWS_IN_TURN = AREA > (sizeof(STORED) == 4 ? 9 : 25);
 
 // y of x, or with DATA dx of dy. With SUMS `parts` gets those of each of the gridDim.y blocks of a channel: (gridDim.y, 2, C).
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(BOUNDS)
 depthwise(const STORED *source, const STORED *weights, const float *bias, STORED *results, float *parts, int height, int width,
           int source_height, int source_width, TILES_OF) {
     __shared__ alignas(16) float w[AREA * CHANNELS];
