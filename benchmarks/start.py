@@ -2,11 +2,11 @@
 
     python benchmarks/start.py [--rows cpu,gpu,...] [--starts 3] [--package FOLDER] [--torch PYTHON]
 
-Rows: LeNet on the CPU, on one GPU, on two GPUs of one process and of two ranks under mpirun; ResNet-50, GoogLeNet,
-EfficientNet-B0, ShuffleNet and U-Net in FLOAT16 on one GPU. Each starts with empty caches of its own (XDG_CACHE_HOME,
-CUPY_CACHE_DIR, CUDA_CACHE_PATH), then with those that the start before has filled, in turn; figures are medians of
-`--starts`. The first iteration has ended when the log shows the loss of the second. `silence` is the longest time
-between two lines of the log before that.
+Rows: LeNet, MobileNet, ResNet-50 and SSD300 on the CPU; LeNet on one GPU, on two GPUs of one process and of two ranks
+under mpirun; ResNet-50, GoogLeNet, EfficientNet-B0, ShuffleNet and U-Net in FLOAT16 on one GPU. Each starts with empty
+caches of its own (XDG_CACHE_HOME, CUPY_CACHE_DIR, CUDA_CACHE_PATH), then with those that the start before has filled,
+in turn; figures are medians of `--starts`. The first iteration has ended when the log shows the loss of the second.
+`silence` is the longest time between two lines of the log before that.
 `--package` measures the caffepy in another folder, for comparisons. `--torch` adds PyTorch on one GPU: from a net that
 is built to the end of its first iteration under `torch.compile`, without its imports.
 """
@@ -35,6 +35,9 @@ _END = re.compile(r"\] Iteration 1[ ,]")
 
 ROWS: dict[str, tuple[str, int, list[str], int]] = {
     "cpu": ("lenet", 64, ["--cpu"], 1),
+    "cpu-mobilenet": ("mobilenet", 2, ["--cpu"], 1),
+    "cpu-resnet50": ("resnet50", 1, ["--cpu"], 1),
+    "cpu-ssd300": ("ssd300", 1, ["--cpu"], 1),
     "gpu": ("lenet", 64, ["--gpus", "0"], 1),
     "gpus": ("lenet", 64, ["--gpus", "0,1"], 1),
     "ranks": ("lenet", 64, [], 2),
@@ -64,25 +67,27 @@ class Run:
     text: str = ""
 
 
-def write_solver(folder: Path, model: str, batch: int) -> Path:
-    """A solver of a model, with the digits that come with caffepy or with made-up images."""
+def write_solver(folder: Path, model: str, batch: int, types: str) -> Path:
+    """A solver of a model whose blobs have the given types, with the digits of caffepy or with made-up images."""
     from google.protobuf import text_format
 
     from caffepy.formats.load import read_net
 
     lenet = model == "lenet"
     if model in NETS:
-        (folder / "net.prototxt").write_text(NETS[model](batch) + HALF)
+        (folder / "net.prototxt").write_text(NETS[model](batch) + types)
         return _write_solver(folder)
     net = read_net(ROOT / "models" / model / ("train_test.prototxt" if lenet else "train_val.prototxt"))
     if not lenet:
-        layers = [layer for layer in net.layer if layer.type != "Data"]
+        layers = [layer for layer in net.layer if layer.type not in ("Data", "AnnotatedData")]
         del net.layer[:]
         source = net.layer.add(name="data", type="DummyData", top=["data", "label"])
-        source.dummy_data_param.shape.add(dim=(batch, 3, 224, 224))
-        source.dummy_data_param.shape.add(dim=(batch,))
+        boxes = model == "ssd300"
+        side = 300 if boxes else 224
+        source.dummy_data_param.shape.add(dim=(batch, 3, side, side))
+        source.dummy_data_param.shape.add(dim=(1, 1, 1, 8) if boxes else (batch,))
         net.layer.extend(layers)
-        text_format.Merge(HALF, net)
+        text_format.Merge(types, net)
     (folder / "net.prototxt").write_text(text_format.MessageToString(net))
     return _write_solver(folder)
 
@@ -123,7 +128,7 @@ def read_run(command: list[str], environment: dict[str, str], folder: Path, limi
 def measure(row: str, folder: Path, package: Path, starts: int, limit: float) -> tuple[list[Run], list[Run]]:
     """The starts of a row: with empty caches and with full ones."""
     model, batch, devices, ranks = ROWS[row]
-    solver = write_solver(folder, model, batch)
+    solver = write_solver(folder, model, batch, "" if "--cpu" in devices else HALF)
     caches = {name: str(folder / "caches" / name) for name in ("XDG_CACHE_HOME", "CUPY_CACHE_DIR", "CUDA_CACHE_PATH")}
     path = os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, **caches, "PYTHONPATH": path}

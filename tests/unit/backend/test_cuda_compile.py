@@ -56,7 +56,7 @@ def test_a_net_needs_few_kernels(net: str, most: int, tmp_path: Path, monkeypatc
     """
     monkeypatch.syspath_prepend(kernel_compiler.ROOT / "benchmarks")
     start = importlib.import_module("start")
-    start.write_solver(tmp_path, net, 8)
+    start.write_solver(tmp_path, net, 8, start.HALF)
     texts = {kernel.text for kernel in kernel_compiler.record(tmp_path / "net.prototxt")}
     assert most - 20 < len(texts) <= most
 

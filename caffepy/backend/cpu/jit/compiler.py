@@ -332,6 +332,12 @@ class KernelCache(Cache):  # type: ignore[misc,unused-ignore]
         stamp = self._impl.locator.get_source_stamp()
         self._cache_file: Any = _CheckedFiles(self._cache_path, self._impl.filename_base, stamp)
 
+    def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
+        """Return the key of a result in the function's index."""
+        # Numba adds the closure's content, but intrinsics are pickled with a number that differs in each process. The
+        # function's name identifies the closure (see `named_kernel`).
+        return sig, codegen.magic_tuple(), self._py_func.__code__.co_code
+
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return the cached result, or None. A damaged file is ignored and replaced."""
         try:

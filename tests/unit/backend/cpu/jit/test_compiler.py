@@ -42,6 +42,26 @@ from numba.core.runtime import rtsys
 print(llvmlite.binding.address_of_symbol("NRT_Free") is not None, rtsys._init)
 """
 
+TRAIN_ONE_ITERATION = """
+import sys
+from pathlib import Path
+from google.protobuf import text_format
+import caffepy.pycaffe as caffe
+from caffepy.formats.load import read_net
+model, *shape = sys.argv[1:]
+net = read_net(model)
+layers = [layer for layer in net.layer if layer.type != "Data"]
+del net.layer[:]
+data = net.layer.add(name="data", type="DummyData", top=["data", "label"])
+data.dummy_data_param.shape.add(dim=map(int, shape))
+data.dummy_data_param.shape.add(dim=[int(shape[0])])
+net.layer.extend(layers)
+Path("net.prototxt").write_text(text_format.MessageToString(net))
+Path("solver.prototxt").write_text('net: "net.prototxt" base_lr: 0.01 lr_policy: "fixed" momentum: 0.9 max_iter: 1')
+caffe.set_mode_cpu()
+caffe.get_solver("solver.prototxt").step(1)
+"""
+
 
 def thrice(x: int) -> int:
     return 3 * x
@@ -214,6 +234,25 @@ def test_nothing_is_written_beside_the_package(tmp_path: Path):
     assert not any(".tmp." in path.name for path in kept)
     assert start(packages, cache).communicate(timeout=300)[0] == "0.0\n"
     assert {path: path.stat().st_mtime_ns for path in kernels.iterdir()} == kept
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "most"), [("lenet/train_test", (8, 1, 28, 28), 26), ("mobilenet/train_val", (2, 3, 64, 64), 52)]
+)
+def test_a_first_iteration_compiles_few_kernels_and_a_second_process_none(
+    tmp_path: Path, model: str, shape: tuple[int, ...], most: int
+):
+    """MobileNet's grouped convolutions have kernels with closures."""
+    package = Path(caffepy.__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": str(package), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    path = package / "models" / f"{model}.prototxt"
+    command = [sys.executable, "-c", TRAIN_ONE_ITERATION, str(path), *map(str, shape)]
+    kept = []
+    for _ in range(2):
+        subprocess.run(command, env=environment, cwd=tmp_path, check=True, timeout=300)
+        kept.append({path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.nb?")})
+    assert 0 < len({path for path in kept[0] if path.suffix == ".nbi"}) <= most
+    assert kept[1] == kept[0]
 
 
 def test_machine_code_that_is_read_may_name_numbas_runtime(tmp_path: Path):
