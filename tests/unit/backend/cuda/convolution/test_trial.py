@@ -114,3 +114,20 @@ def test_candidates_that_are_behind_the_best_one_of_10_us(trials: Trials, times:
     assert other.runs == len(times)
     trials.trial.best()
     assert (other.runs > len(times)) == kept, "the finalists are timed again"
+
+
+@pytest.mark.parametrize(
+    ("times", "tried"),
+    [
+        ([10.0, 40.0, 10.6, 40.0, 40.0, 1.0], 5),  # four in a row are behind
+        ([10.0, 40.0, 40.0, 40.0, 10.4, 40.0, 40.0, 40.0, 40.0, 1.0], 9),
+        ([40.0, 40.0, 20.0, 10.0, 9.0], 5),
+    ],
+)
+def test_a_family_ends_after_four_candidates_that_are_not_close(trials: Trials, times: list[float], tried: int) -> None:
+    """Those that cannot be prepared do not count, and the next family begins anew."""
+    family = [FAILS, *([time] for time in times[:2]), FAILS, FAILS, *([time] for time in times[2:])]
+    candidates = trials.add(*family)
+    assert sum(candidate.runs > 0 for candidate in candidates) == tried
+    (other,) = trials.add([2.0])
+    assert trials.trial.best()[0] is other
