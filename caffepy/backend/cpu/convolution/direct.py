@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -800,7 +801,7 @@ class TileConvolution:
 
     def _unpadded(self, back: bool) -> WindowCorrelation | None:
         """Return a plan without a padded copy if it uses enough rows of its tiles, or if there is no alternative."""
-        plan = WindowCorrelation(self.shape, back)
+        plan = WindowCorrelation(_with_wide_pixels(self.shape) if back else self.shape, back)
         only = self.shape.geometry.group > 1 or (back and max(self.shape.geometry.stride) > 1)
         return plan if only or plan.filled(self.shape.images) >= FILLED else None
 
@@ -876,6 +877,24 @@ class TileConvolution:
         for some, padded in self._padded(x, self.shape.padding):
             self._gradient.add(padded, dy[some], dweights, accumulate, some.start == 0)
         self._gradient.finish(dweights, accumulate)
+
+
+def _with_wide_pixels(shape: ConvolutionShape) -> ConvolutionShape:
+    """Return the shape of the same arrays with neighbouring pixels of a row as one, so that they fill vectors.
+
+    A pixel of r C channels stands for r pixels if r divides width, kernel, stride and padding along a row.
+    """
+    g = shape.geometry
+    many = math.gcd(shape.sizes[-1], g.kernel[-1], g.stride[-1], g.pad[-1])
+    if many == 1 or g.group > 1 or g.dilation[-1] > 1 or shape.channels % WIDTH == 0:
+        return shape
+    channels = many * shape.channels
+    kernel, stride, pad = ((*axes[:-1], axes[-1] // many) for axes in (g.kernel, g.stride, g.pad))
+    return ConvolutionShape(
+        (shape.images, channels, *shape.sizes[:-1], shape.sizes[-1] // many),
+        (shape.outputs, channels, *kernel),
+        replace(g, kernel=kernel, stride=stride, pad=pad),
+    )
 
 
 def _plan_forward(shape: ConvolutionShape) -> PaddedCorrelation:

@@ -2,7 +2,7 @@
 
 A tile of 2x2 outputs is transformed from 4x4 pixels. Each of the 16 elements is a matrix product of tiles by channels
 and channels by outputs. A tile's pixels are read from the image without padding. Transformed tiles are processed in
-blocks that stay in the L2 cache.
+blocks that stay in the L2 cache. With a dilation of d, the pixels and outputs of a tile are d apart.
 
 The transforms are emitted as LLVM IR, one channel vector at a time. With B, G and A of Lavin and Gray, "Fast
 Algorithms for Convolutional Neural Networks" (CVPR 2016), a tile y of 2x2 outputs is
@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from llvmlite import ir
 
-from caffepy.backend.cpu.convolution.correlation import ConvolutionShape, Ending
+from caffepy.backend.cpu.convolution.correlation import ConvolutionShape, Ending, forward_axis, taps_inside
 from caffepy.backend.cpu.convolution.direct import TileConvolution
-from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
+from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, device_function, kernel
 from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, Writer, ahead, emitted, table_at, transpose_square
 from caffepy.backend.cpu.memory import Workspace
 from caffepy.backend.cpu.microkernel import ROWS, Panels, extended, tile
-from caffepy.backend.types import Geometry
+from caffepy.backend.types import Geometry, spatial_output
 
 Line = Sequence[Any]
 """Vectors along one axis of a tile."""
@@ -76,24 +76,24 @@ class _Transforms(Writer):
     def load(self, pointer: Any, offset: Any) -> Any:
         return self.builder.load(self.vector_at(pointer, offset), align=4)
 
-    def inside(self, first: Any, size: Any, count: int) -> list[Any]:
-        """Return for each of `count` positions from `first` on whether it is in 0 ... size - 1."""
-        at = [self.builder.add(first, self.word(i)) for i in range(count)]
+    def line(self, first: Any, gap: Any, size: Any, count: int) -> list[tuple[Any, Any]]:
+        """Return `count` positions from `first` on, `gap` apart, and whether each is in 0 ... size - 1."""
+        at = [self.builder.add(first, self.builder.mul(gap, self.word(i))) for i in range(count)]
         # Unsigned, a position before the image is a huge number: one comparison tests both ends.
-        return [self.builder.icmp_unsigned("<", one, size) for one in at]
+        return [(one, self.builder.icmp_unsigned("<", one, size)) for one in at]
 
     def pixels(self, image: Any, other: Any, place: Sequence[Any], count: int) -> list[list[Any]]:
         """Return pointers to `count` x `count` pixels, or `other` for pixels outside the image."""
-        # `place` is the first row and column, which may be negative, the image's height and width, and its channels.
-        h, w, height, width, channels = place
+        # `place` is the first row and column, which may be negative, the distance of rows and of columns, the image's
+        # height and width, and its channels.
+        h, w, gap_h, gap_w, height, width, channels = place
         b = self.builder
         result: list[list[Any]] = []
-        columns = self.inside(w, width, count)
-        for i, row_there in enumerate(self.inside(h, height, count)):
-            row = b.mul(b.add(h, self.word(i)), width)
+        columns = self.line(w, gap_w, width, count)
+        for row, row_there in self.line(h, gap_h, height, count):
             result.append([])
-            for j, column_there in enumerate(columns):
-                at = b.mul(b.add(row, b.add(w, self.word(j))), channels)
+            for column, column_there in columns:
+                at = b.mul(b.add(b.mul(row, width), column), channels)
                 there = b.and_(row_there, column_there)
                 # A pointer to zeros (or to scratch memory, for stores) instead of a branch: the loops over channels
                 # need no masks.
@@ -135,6 +135,8 @@ def _from_image(name: str, count: int) -> Callable[..., None]:
         zeros: Any,
         h: Any,
         w: Any,
+        gap_h: Any,
+        gap_w: Any,
         height: Any,
         width: Any,
         channels: Any,
@@ -144,7 +146,7 @@ def _from_image(name: str, count: int) -> Callable[..., None]:
         panel: Any,
         vectors: Any,
     ) -> None:
-        pixels = t.pixels(image, zeros, (h, w, height, width, channels), count)
+        pixels = t.pixels(image, zeros, (h, w, gap_h, gap_w, height, width, channels), count)
 
         def body(index: Any, at: list[Any], sums: list[Any]) -> list[Any]:
             start, to = at
@@ -161,9 +163,13 @@ def _from_image(name: str, count: int) -> Callable[..., None]:
     return write
 
 
-image_tile = _written(_from_image("image", 4), "ppwwwwwpwwww")
-"""B^T d B of one tile: (image, zeros, row, column, height, width, channels, target, plane, panels, panel, vectors)."""
-gradient_tile = _written(_from_image("gradient", 2), "ppwwwwwpwwww")
+image_tile = _written(_from_image("image", 4), "ppwwwwwwwpwwww")
+"""B^T d B of one tile.
+
+Arguments: (image, zeros, row, column, distance of rows, of columns, height, width, channels, target, plane, panels,
+panel, vectors).
+"""
+gradient_tile = _written(_from_image("gradient", 2), "ppwwwwwwwpwwww")
 """A dy A^T of one tile, with the same arguments."""
 
 
@@ -186,6 +192,8 @@ def _write_output(
     rest: Any,
     h: Any,
     w: Any,
+    gap_h: Any,
+    gap_w: Any,
     height: Any,
     width: Any,
     channels: Any,
@@ -194,7 +202,7 @@ def _write_output(
     adds: Any,
     relu: Any,
 ) -> None:
-    place = (h, w, height, width, channels)
+    place = (h, w, gap_h, gap_w, height, width, channels)
     targets = [one for row in t.pixels(y, rest, place, 2) for one in row]
     addends = [one for row in t.pixels(addend, rest, place, 2) for one in row]
     some, rectifies = (t.builder.icmp_signed("!=", flag, t.word(0)) for flag in (adds, relu))
@@ -216,11 +224,11 @@ def _write_output(
     t.each_vector(vectors, t.word(0), vector)
 
 
-output_tile = _written(_write_output, "pwpppwwwwwwpww")
+output_tile = _written(_write_output, "pwpppwwwwwwwwpww")
 """A^T m A + start (+ addend), optionally rectified, of one tile.
 
-Arguments: (source, plane, start, y, scratch for pixels outside, row, column, height, width, channels, vectors, addend,
-adds, relu).
+Arguments: (source, plane, start, y, scratch for pixels outside, row, column, distance of rows, of columns, height,
+width, channels, vectors, addend, adds, relu).
 """
 
 
@@ -284,6 +292,12 @@ def transform_filters(
                     filter_tile(ahead(source, k * row), tap, ahead(target, k * wide), plane)
 
 
+@device_function
+def begin_of(tile: Any, gap: Any) -> Any:
+    """Return the first output of a tile along an axis: of every 2 gap outputs, the first `gap` begin tiles."""
+    return tile + tile // gap * gap
+
+
 @kernel
 def correlate_tiles(
     begin: Int,
@@ -294,6 +308,8 @@ def correlate_tiles(
     channels: Int,
     pad_h: Int,
     pad_w: Int,
+    gap_h: Int,
+    gap_w: Int,
     zeros: Floats,
     packed: Floats,
     packed_plane: Int,
@@ -344,8 +360,10 @@ def correlate_tiles(
                     image_tile(
                         ahead(x, n * height * width * channels),
                         zeros,
-                        2 * (at // line_tiles) - pad_h,
-                        2 * (at % line_tiles) - pad_w,
+                        begin_of(at // line_tiles, gap_h) - pad_h,
+                        begin_of(at % line_tiles, gap_w) - pad_w,
+                        gap_h,
+                        gap_w,
                         height,
                         width,
                         channels,
@@ -397,8 +415,10 @@ def correlate_tiles(
                     ahead(start, column0),
                     ahead(y, offset),
                     rest,
-                    2 * (at // line_tiles),
-                    2 * (at % line_tiles),
+                    begin_of(at // line_tiles, gap_h),
+                    begin_of(at % line_tiles, gap_w),
+                    gap_h,
+                    gap_w,
                     out_height,
                     out_width,
                     outputs,
@@ -420,6 +440,8 @@ def transform_images(
     channels: Int,
     pad_h: Int,
     pad_w: Int,
+    gap_h: Int,
+    gap_w: Int,
     x_tiles: Floats,
     x_plane: Int,
     x_vectors: Int,
@@ -440,12 +462,14 @@ def transform_images(
     x_wide, dy_wide = x_vectors * lanes, dy_vectors * lanes
     for item in range(begin, end):
         n, at = (first + item) // image_tiles, (first + item) % image_tiles
-        h, w = 2 * (at // line_tiles), 2 * (at % line_tiles)
+        h, w = begin_of(at // line_tiles, gap_h), begin_of(at % line_tiles, gap_w)
         image_tile(
             ahead(x, n * height * width * channels),
             zeros,
             h - pad_h,
             w - pad_w,
+            gap_h,
+            gap_w,
             height,
             width,
             channels,
@@ -460,6 +484,8 @@ def transform_images(
             zeros,
             h,
             w,
+            gap_h,
+            gap_w,
             out_height,
             out_width,
             outputs,
@@ -557,6 +583,8 @@ MIN_CHANNELS = 32
 """Minimum channels and outputs for which fewer products outweigh the transforms."""
 MIN_TILES = 48
 """Minimum tiles of a batch for which they outweigh the larger weights."""
+MAX_PRODUCTS = 0.6
+"""Maximum products of a dilated convolution relative to direct sums: many of its windows and tiles exceed the image."""
 CHUNK = 2**19
 """Elements of transformed images and gradients per chunk."""
 _NO_OFFSET = ConstantTable(np.zeros(1, np.int64))
@@ -565,21 +593,32 @@ _NO_OFFSET = ConstantTable(np.zeros(1, np.int64))
 def is_winograd(x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry) -> bool:
     """Return whether a convolution has suitable windows and is large enough."""
     g = geometry
-    windows = (g.kernel, g.stride, g.dilation, g.group) == ((3, 3), (1, 1), (1, 1), 1)
-    if not windows or any(pad > 2 for pad in g.pad):
+    windows = (g.kernel, g.stride, g.group) == ((3, 3), (1, 1), 1)
+    if not windows or any(pad > 2 * gap for pad, gap in zip(g.pad, g.dilation, strict=True)):
         return False
     if any(size % WIDTH or size < MIN_CHANNELS for size in weights_shape[:2]):
         return False
-    out = tuple(size + 2 * pad - 2 for size, pad in zip(x_shape[2:], g.pad, strict=True))
-    return x_shape[0] * _Tiles(out).count >= MIN_TILES
+    out = tuple(map(spatial_output, x_shape[2:], g.kernel, g.stride, g.pad, g.dilation))
+    tiles = _Tiles(out, g.dilation).count
+    return x_shape[0] * tiles >= MIN_TILES and (
+        max(g.dilation) == 1 or 16 * tiles < MAX_PRODUCTS * _products(x_shape[2:], out, g)
+    )
+
+
+def _products(sizes: tuple[int, ...], out: tuple[int, ...], g: Geometry) -> int:
+    """Return the products of direct sums for an image, channel and output, without those of zeros around the image."""
+    axes = map(forward_axis, out, g.kernel, g.stride, g.pad, g.dilation)
+    return math.prod(int(taps_inside([axis], [size]).sum()) for axis, size in zip(axes, sizes, strict=True))
 
 
 class _Tiles:
-    """The tiles of an output image."""
+    """The tiles of an output image whose windows have this dilation."""
 
-    def __init__(self, out: tuple[int, ...]) -> None:
-        self.line = -(-out[1] // 2)
-        self.count = -(-out[0] // 2) * self.line
+    def __init__(self, out: tuple[int, ...], dilation: tuple[int, ...]) -> None:
+        lines, self.line = (
+            size // (2 * gap) * gap + min(size % (2 * gap), gap) for size, gap in zip(out, dilation, strict=True)
+        )
+        self.count = lines * self.line
 
 
 class _Images(NamedTuple):
@@ -603,15 +642,23 @@ class _WinogradPass:
         read: the source images.
         made: the result images.
         pad: zeros before the source.
+        gaps: dilation.
         images: number of images.
     """
 
     def __init__(
-        self, threads: int, workspace: Workspace, read: _Images, made: _Images, pad: tuple[int, ...], images: int
+        self,
+        threads: int,
+        workspace: Workspace,
+        read: _Images,
+        made: _Images,
+        pad: tuple[int, ...],
+        gaps: tuple[int, ...],
+        images: int,
     ) -> None:
         self._threads, self._workspace = threads, workspace
-        self._read, self._made, self._pad = read, made, pad
-        self._image_tiles = _Tiles(made.sizes)
+        self._read, self._made, self._pad, self._gaps = read, made, pad, gaps
+        self._image_tiles = _Tiles(made.sizes, gaps)
         self._tiles = images * self._image_tiles.count
         self._blocks = -(-self._tiles // BLOCK)
         self._block = -(-self._tiles // (self._blocks * ROWS_OF_ALL)) * ROWS_OF_ALL
@@ -671,6 +718,7 @@ class _WinogradPass:
             *self._read.sizes,
             self._read.channels,
             *self._pad,
+            *self._gaps,
             self._zeros,
             packed,
             self._plane,
@@ -712,7 +760,7 @@ class _WeightGradient:
 
     def __init__(self, shape: ConvolutionShape, threads: int, workspace: Workspace) -> None:
         self._shape, self._threads, self._workspace = shape, threads, workspace
-        self._tiles = _Tiles(shape.out)
+        self._tiles = _Tiles(shape.out, shape.geometry.dilation)
         self._chunk = max(SUM, CHUNK // (16 * (shape.channels + shape.outputs)))
         self._x_vectors, self._dy_vectors = _vectors(shape.channels), _vectors(shape.outputs)
         self._plane = shape.outputs * shape.channels + WIDTH
@@ -764,6 +812,7 @@ class _WeightGradient:
             *shape.sizes,
             shape.channels,
             *shape.geometry.pad,
+            *shape.geometry.dilation,
             x_tiles,
             x_plane,
             self._x_vectors,
@@ -818,16 +867,17 @@ class WinogradConvolution(TileConvolution):
 
     @cached_property
     def _ahead(self) -> _WinogradPass:
-        s = self.shape
+        s, g = self.shape, self.shape.geometry
         read, made = _Images(s.sizes, s.channels), _Images(s.out, s.outputs)
-        return _WinogradPass(self.threads, self.workspace, read, made, s.geometry.pad, s.images)
+        return _WinogradPass(self.threads, self.workspace, read, made, g.pad, g.dilation, s.images)
 
     @cached_property
     def _back(self) -> _WinogradPass:
-        s = self.shape
+        s, g = self.shape, self.shape.geometry
         read, made = _Images(s.out, s.outputs), _Images(s.sizes, s.channels)
-        # The gradient of a pixel comes from all windows that contain it: with a padding of p, 2 - p zeros around dy.
-        return _WinogradPass(self.threads, self.workspace, read, made, tuple(2 - p for p in s.geometry.pad), s.images)
+        # The gradient of a pixel comes from all windows that contain it: 2 gap - p zeros around dy for a padding of p.
+        pad = tuple(2 * gap - p for gap, p in zip(g.dilation, g.pad, strict=True))
+        return _WinogradPass(self.threads, self.workspace, read, made, pad, g.dilation, s.images)
 
     @cached_property
     def _of_weights(self) -> _WeightGradient:

@@ -30,10 +30,13 @@ def windows(pad: tuple[int, int], **other: Any) -> Geometry:
 class Case:
     """Rectified images, weights and gradients of a convolution, and what float64 makes of them."""
 
-    def __init__(self, x: tuple[int, ...], outputs: int, pad: tuple[int, int] = (1, 1)) -> None:
+    def __init__(
+        self, x: tuple[int, ...], outputs: int, pad: tuple[int, int] = (1, 1), dilation: tuple[int, int] = (1, 1)
+    ) -> None:
         random = np.random.default_rng(sum(x) + outputs)
-        self.geometry = windows(pad)
-        self.y_shape = (x[0], outputs, x[2] + 2 * pad[0] - 2, x[3] + 2 * pad[1] - 2)
+        self.geometry = windows(pad, dilation=dilation)
+        out = (size + 2 * p - 2 * d for size, p, d in zip(x[2:], pad, dilation, strict=True))
+        self.y_shape = (x[0], outputs, *out)
         shapes = (x, (outputs, x[1], 3, 3), self.y_shape, self.y_shape, (outputs,))
         arrays = [random.standard_normal(shape).astype(np.float32) for shape in shapes]
         arrays[0] = np.maximum(arrays[0], 0)
@@ -83,6 +86,22 @@ def test_the_error_of_the_layers_of_a_resnet_is_that_of_direct_sums(images: int,
     errors, direct = case.errors(case.plan()), case.errors(case.plan(kind=TileConvolution))
     assert max(errors) < ERROR
     assert all(error < 2.5 * other for error, other in zip(errors, direct, strict=True)), (errors, direct)
+
+
+AXES = st.tuples(st.integers(2, 17), st.integers(1, 6), st.integers(0, 12)).filter(
+    lambda axis: axis[2] <= 2 * axis[1] < axis[0] + 2 * axis[2]
+)
+"""Size, dilation and padding along an axis."""
+
+
+@settings(max_examples=25, derandomize=True)
+@given(images=st.integers(1, 2), channels=CHANNELS, outputs=CHANNELS, axes=st.tuples(AXES, AXES))
+def test_dilated_windows_are_what_float64_gives(
+    images: int, channels: int, outputs: int, axes: tuple[tuple[int, int, int], tuple[int, int, int]]
+) -> None:
+    sizes, (h_gap, w_gap), (h_pad, w_pad) = zip(*axes, strict=True)
+    case = Case((images, channels, *sizes), outputs, (h_pad, w_pad), (h_gap, w_gap))
+    assert max(case.errors(case.plan(2))) < ERROR
 
 
 @settings(max_examples=10, derandomize=True)
@@ -147,7 +166,10 @@ SQUARE = (8, 64, 14, 14)
         (SQUARE, (64, 64, 3, 3), windows((3, 1)), False),
         (SQUARE, (64, 64, 3, 3), windows((1, 1), stride=(2, 2)), False),
         (SQUARE, (64, 64, 3, 3), windows((1, 1), stride=(1, 2)), False),
-        (SQUARE, (64, 64, 3, 3), windows((1, 1), dilation=(2, 2)), False),
+        (SQUARE, (64, 64, 3, 3), windows((5, 2), dilation=(2, 2)), False),
+        ((1, 64, 32, 32), (64, 64, 3, 3), windows((2, 4), dilation=(2, 4)), True),
+        ((1, 64, 33, 33), (64, 64, 3, 3), windows((18, 18), dilation=(18, 18)), False),
+        ((1, 64, 28, 28), (64, 64, 3, 3), windows((6, 6), dilation=(6, 6)), False),
         (SQUARE, (64, 32, 3, 3), windows((1, 1), group=2), False),
         (SQUARE, (64, 64, 1, 1), windows((0, 0), kernel=(1, 1)), False),
         (SQUARE, (64, 64, 5, 5), windows((2, 2), kernel=(5, 5)), False),
@@ -158,7 +180,7 @@ SQUARE = (8, 64, 14, 14)
         ((8, 64, 14), (64, 64, 3), Geometry((3,), (1,), (1,), (1,), 1), False),
     ],
 )
-def test_large_3x3_windows_of_stride_1_are_computed_so(
+def test_3x3_windows_of_stride_1_are_computed_so_where_it_saves_products(
     x: tuple[int, ...], weights: tuple[int, ...], geometry: Geometry, chosen: bool
 ) -> None:
     assert isinstance(BACKEND.plan_convolution(x, weights, geometry), WinogradConvolution) == chosen
