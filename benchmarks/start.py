@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from processes import in_a_process
 from start_nets import NETS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -150,6 +149,7 @@ def measure(row: str, folder: Path, package: Path, starts: int, limit: float) ->
 def torch_start(row: str, folder: Path, python: str) -> list[str]:
     """PyTorch's seconds to the first compiled iteration, with empty caches and with full ones."""
     from peers.description import describe
+    from processes import in_a_process
     from zoo import TORCH
 
     model, batch, _, _ = ROWS[row]
