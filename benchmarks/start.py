@@ -158,7 +158,7 @@ def torch_start(row: str, folder: Path, python: str) -> list[str]:
     job = {"description": description, "mode": "compile", "device": "gpu", "dtype": dtype, "quick": True}
     os.environ |= {name: str(folder / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
     found = [in_a_process([python, str(TORCH)], job, other_python=True) for _ in range(2)]
-    return [one if isinstance(one, str) else _median([one["first"]]) for one in found]
+    return [one if isinstance(one, str) else f"{one['first']:.2f} s" for one in found]
 
 
 def show(row: str, runs: tuple[list[Run], list[Run]], peer: list[str]) -> None:

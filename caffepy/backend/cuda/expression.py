@@ -97,7 +97,7 @@ class Layout:
     inner: int
     width: int
 
-    def kernel_alone(self) -> Layout:
+    def without_sizes(self) -> Layout:
         """Return one layout for all that share a kernel."""
         return Layout(1, self.width, min(self.inner, 2), self.width)
 

@@ -68,7 +68,7 @@ def _sums_tuning(sources: int, halves: bool, total: bool) -> Tuning:
 
 
 @cache
-def _compile_training(layout: Layout, wide: Layout, kind: str, device: int) -> None:
+def _compile_training_kernels(layout: Layout, wide: Layout, kind: str, device: int) -> None:
     """Compile side by side what normalisations of one dtype need in a training pass, most of it in every net."""
     forward = partial(
         make_launch, "normalise_forward", types={"X": kind, "R": kind, "Y": kind}, entry="normalise_forward"
@@ -93,7 +93,7 @@ class CudaNormalisation(NormalisationPrimitives, CudaMemory):
     def batch_norm_measure(self, x: Array, n: BatchNormState) -> None:
         layout, kind = find_layout((x,), (), MEASURE.width), c_type(x)
         wide = find_layout((x,), (), FORWARD_RESIDUAL.width)
-        _compile_training(layout.kernel_alone(), wide.kernel_alone(), kind, device_number())
+        _compile_training_kernels(layout.without_sizes(), wide.without_sizes(), kind, device_number())
         plan = make_launch("normalise_measure", layout, MEASURE, {"X": kind}, "measure")
         plan.launch(
             raw(x),

@@ -281,6 +281,14 @@ def _sums_in_registers(task: Task) -> bool:
     return task.sums and suits_depthwise(task) and not suits_large_depthwise(task.plain)
 
 
+def _compiled_together(task: Task) -> Iterable[Task]:
+    """Return the tasks of a problem whose own kernels are compiled with a task's."""
+    if task.direction is not Direction.FORWARD:
+        return [replace(task, direction=each) for each in (Direction.DATA, Direction.WEIGHTS)]
+    # A fused task is compared with the plain one and its epilogue.
+    return [task] if _sums_in_registers(task) else dict.fromkeys((task, task.plain))
+
+
 # -- plans ---------------------------------------------------------------------------------------------
 
 
@@ -306,26 +314,26 @@ class TunedConvolution:
         # Chosen in the first pass, with that pass's arrays: the times are those of the net's own data.
         if task not in self._chosen:
             if self._resources.tuner.will_time(task, self._resources):
-                self._compile_alike(task, self._own_candidates)
+                self._compile_alike(_compiled_together(task), self._own_candidates)
             run_plain = self._run_trusted if _sums_in_registers(task) else self.run
             families = algorithm_families(task, run_plain, self.candidate, self._resources)
             self._chosen[task] = self._resources.tuner.choose(task, families, operands, self._resources)
         return self._chosen[task]
 
-    def _compile_alike(self, task: Task, candidates: Callable[[Task], Iterable[Candidate]], form: str = "") -> None:
-        """Compile kernels for this task of all planned problems: a net that runs one runs the others soon."""
-        # A fused task is compared with the plain one and its epilogue.
-        forms = (task,) if _sums_in_registers(task) else dict.fromkeys((task, task.plain))
+    def _compile_alike(
+        self, forms: Iterable[Task], candidates: Callable[[Task], Iterable[Candidate]], kind: str = ""
+    ) -> None:
+        """Compile kernels for these tasks of all planned problems: a net that runs one runs the others soon."""
         tasks = [replace(form, problem=p) for form in forms for p in self._planned if math.prod(p.y)]
-        new = [each for each in tasks if (each, form) not in self._resources.compiled]
-        self._resources.compiled.update((each, form) for each in new)
+        new = [each for each in tasks if (each, kind) not in self._resources.compiled]
+        self._resources.compiled.update((each, kind) for each in new)
         compile_side_by_side([candidate.prepare for each in new for candidate in candidates(each)])
 
     def _own_candidates(self, task: Task) -> list[Candidate]:
-        """Return the candidates with own kernels, of both gradients for one: the other follows soon."""
-        gradients = (Direction.DATA, Direction.WEIGHTS)
-        tasks = [replace(task, direction=each) for each in gradients if task.direction in gradients] or [task]
-        tasks += [Task(repeated(each.problem), each.direction) for each in tasks if suits_depth_multiplier(each)]
+        """Return the candidates with own kernels, also of the depthwise problem that a task is rewritten to."""
+        tasks = [task]
+        if suits_depth_multiplier(task):
+            tasks.append(Task(repeated(task.problem), task.direction))
         families = [family for each in tasks for family in _own_kernels(each, self._resources)]
         return [candidate for family in families for candidate in family.candidates()]
 
@@ -341,7 +349,7 @@ class TunedConvolution:
     def _normalised_candidate(self, task: Task, relu: bool) -> DepthwiseWalk:
         if (task, relu) not in self._normalised:
             make = partial(self._normalised_candidates, relu=relu)
-            self._compile_alike(task, make, f"normalised {relu}")
+            self._compile_alike([task], make, f"normalised {relu}")
             (chosen,) = make(task)
             # Compiled now, in the eager pass: a capture may not load kernels.
             chosen.prepare()

@@ -84,3 +84,20 @@ def test_plain_depthwise_kernels_are_not_compiled_or_timed_beside_those_with_sum
     tuned.run(task, operands)
     assert compiled == timed == [task]
     assert len(ran) == 1 and ran[0].sums is None
+
+
+def test_own_kernels_of_both_gradients_are_compiled_once(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the other gradient with the first; one channel with several outputs is depthwise after a repetition."""
+    directions = modules.problem.Direction
+    geometry = Geometry((3, 3), (1, 1), (1, 1), (1, 1))
+    problem = modules.problem.Problem((4, 1, 8, 8), (16, 1, 3, 3), geometry, "float32")
+    compiled: list[Any] = []
+    monkeypatch.setattr(modules.plan, "depthwise_candidates", lambda wanted, _: [SimpleNamespace(prepare=wanted)])
+    for name in ("suits_small_kernels", "suits_small_k_wgrad", "suits_large_windows", "suits_few_channels"):
+        monkeypatch.setattr(modules.plan, name, lambda *_: False)
+    monkeypatch.setattr(modules.plan, "compile_side_by_side", compiled.extend)
+    tuned = modules.plan.TunedConvolution(problem, MagicMock(compiled=set()), [problem])
+    for direction in (directions.DATA, directions.WEIGHTS):
+        tuned.candidate(modules.problem.Task(problem, direction), None)
+    assert [task.direction for task in compiled] == [directions.DATA, directions.WEIGHTS]
+    assert {task.problem.x for task in compiled} == {(4, 16, 8, 8)}
