@@ -9,6 +9,7 @@ from training import build_net
 
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.backend.types import HostTimer
+from caffepy.distributed import reducer
 from caffepy.distributed.communicators.communicator import (
     Collective,
     Communicator,
@@ -183,6 +184,19 @@ def test_a_bucket_is_complete_with_its_first_layer() -> None:
     names = net.layer_names
     assert [names[bucket.node] for bucket in cut_buckets(net, 2)] == ["c", "a"]
     assert [names[bucket.node] for bucket in cut_buckets(net, 4)] == ["d", "c", "b", "a"]
+
+
+@pytest.mark.parametrize(("count", "last", "wanted"), [(2, 300, "ca"), (2, 200, "cba"), (2, 100, "ca"), (1, 200, "a")])
+def test_the_first_layers_gradients_are_a_small_bucket(
+    monkeypatch: pytest.MonkeyPatch, count: int, last: int, wanted: str
+) -> None:
+    """Each layer has 128 numbers, of which two are in a bucket of about a half."""
+    monkeypatch.setattr(reducer, "_LAST", last)
+    net = build_net(CHAIN)
+    buckets = cut_buckets(net, count)
+    assert "".join(net.layer_names[bucket.node] for bucket in buckets) == wanted
+    assert buckets[-1].stop == net.parameters.learned + ParameterBuffer.FLAGS
+    assert all(a.stop == b.start for a, b in zip(buckets, buckets[1:], strict=False))
 
 
 @pytest.mark.parametrize("name", ["", "same"])
