@@ -229,6 +229,7 @@ def install(gpus: int) -> None:
     runtime.CUDARuntimeError = RuntimeError
     runtime.getDeviceProperties = lambda device: {"name": b"Simulated"}
     runtime.deviceGetPCIBusId = lambda device: f"0000:{visible[device]:02X}:00.0"
+    runtime.getDevice, runtime.deviceEnablePeerAccess = lambda: here.device, lambda device: None
     runtime.getDeviceCount = lambda: len(visible)
     cuda.nccl, cuda.runtime, cuda.Event, cuda.Device = nccl, runtime, Event, Device
     cuda.get_current_stream, cuda.Stream = current_stream, Stream
@@ -237,6 +238,7 @@ def install(gpus: int) -> None:
     cupy.multiply, cupy.copyto, cupy.ElementwiseKernel = np.multiply, np.copyto, elementwise
     cupy.cuda, cupy.float32, cupy.ndarray = cuda, np.float32, Array
     cupy.empty = lambda shape, dtype: np.empty(shape, dtype).view(Array)
+    cupy.asarray = array
     cupy.zeros = lambda shape, dtype: np.zeros(shape, dtype).view(Array)
     sys.modules.update({"cupy": cupy, "cupy.cuda": cuda, "cupy.cuda.nccl": nccl, "cupy.cuda.runtime": runtime})
 
