@@ -38,9 +38,11 @@ __device__ __forceinline__ Four scaled(Four x) {
 __device__ __forceinline__ void average(Four *const (&arrays)[SIZE], long long first, long long step, long long end) {
     Four parts[EACH][SIZE];
 #pragma unroll
-    for (int u = 0; u < EACH; ++u)
+    for (int u = 0; u < EACH; ++u) {
+        const long long place = first + u * step < end ? first + u * step : first;
 #pragma unroll
-        for (int r = 0; r < SIZE; ++r) parts[u][r] = arrays[r][min(first + u * step, end - 1)];
+        for (int r = 0; r < SIZE; ++r) parts[u][r] = arrays[r][place];
+    }
 #pragma unroll
     for (int u = 0; u < EACH; ++u) {
         if (first + u * step >= end) break;
