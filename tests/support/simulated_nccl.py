@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -232,7 +233,7 @@ def install(gpus: int) -> None:
     runtime.getDevice, runtime.deviceEnablePeerAccess = lambda: here.device, lambda device: None
     runtime.getDeviceCount = lambda: len(visible)
     cuda.nccl, cuda.runtime, cuda.Event, cuda.Device = nccl, runtime, Event, Device
-    cuda.get_current_stream, cuda.Stream = current_stream, Stream
+    cuda.get_current_stream, cuda.Stream, cuda.using_allocator = current_stream, Stream, nullcontext
     cuda.alloc_pinned_memory, runtime.memcpyAsync, runtime.memcpyDeviceToHost = ConstantTable, copy_to_pinned, 2
     cupy.arange = lambda count, dtype: np.arange(count, dtype=dtype).view(Array)
     cupy.multiply, cupy.copyto, cupy.ElementwiseKernel = np.multiply, np.copyto, elementwise

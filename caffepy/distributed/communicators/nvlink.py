@@ -41,15 +41,17 @@ class NvlinkAverage:
 
     def __init__(self, host: LocalCommunicator, count: int) -> None:
         self._rank, self._size = host.rank, host.size
-        self.memory: Array = cupy.zeros(count, "float32")
-        turns = cupy.zeros(_BLOCKS * host.size, "uint32")
+        # By cudaMalloc: another GPU may not use the memory of an asynchronous pool that a script may have chosen.
+        with cupy.cuda.using_allocator(None):
+            self.memory: Array = cupy.zeros(count, "float32")
+            self._turns = cupy.zeros(_BLOCKS * host.size, "uint32")
         self._stopped = np.frombuffer(cupy.cuda.alloc_pinned_memory(4), np.int32, 1)
         self._stopped[0] = 0
-        devices, arrays, flags = _gather(host, [device_number(), self.memory.data.ptr, turns.data.ptr])
+        addresses = self.memory.data.ptr, self._turns.data.ptr
+        devices, *tables = _gather(host, [device_number(), *addresses])
         for device in devices:
             _open(int(device))
-        self._tables = [cupy.asarray(np.array(table, np.uint64)) for table in (arrays, flags)]
-        self._turns = turns
+        self._tables = [cupy.asarray(np.array(table, np.uint64)) for table in tables]
         self._kernel = library_kernel("all_reduce", "all_reduce", defines(SIZE=host.size))
         # The first launch loads the kernel, which may wait for GPUs that wait for this one: it does not meet them.
         self.average(self.memory[:0])
