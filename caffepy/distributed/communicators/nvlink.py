@@ -23,8 +23,8 @@ _NATIVE_ATOMICS = 3
 _ALREADY_ENABLED = 704
 """cudaErrorPeerAccessAlreadyEnabled."""
 _THREADS = 512
-_BLOCKS = 32
-"""At most; more of them take multiprocessors from the backward pass."""
+_BLOCKS = 16
+"""At most. They reach NVLink's rate on an H200; more take multiprocessors from the backward pass."""
 _PACKS_OF_A_BLOCK = 1024
 """Packs of four numbers for which another block is worth its meeting with the other GPUs."""
 
