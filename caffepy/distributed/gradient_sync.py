@@ -125,7 +125,7 @@ class GradientSync:
         self._cancelled = True
 
     def communication(self) -> tuple[float, float]:
-        """Seconds with an all-reduce in flight, and of them those in which the device waited for it."""
+        """Seconds from the start of each iteration's first all-reduce to the end of its last, and the exposed ones."""
         assert self._connection is not None
         return self._connection.reducer.timer.totals()
 

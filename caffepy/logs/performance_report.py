@@ -111,8 +111,8 @@ class Performance:
         made: all iterations since the start, or since the snapshot that the training resumed from.
         seconds: their duration, without tests and snapshots.
         device: its label in the report: ``0`` for a GPU's number, ``CPU``, ``CPU 1`` for a second CPU solver.
-        communication: seconds of them with an all-reduce in flight, overlapped or not; None on a single device, or
-            where it is not measured.
+        communication: seconds of them from the start of each iteration's first all-reduce to the end of its last; None
+            on a single device, or where it is not measured.
         exposed: seconds of them in which the device waited for an all-reduce.
         waits: seconds of them in which the device waited for data, by stage; None: no data layer reads ahead.
     """

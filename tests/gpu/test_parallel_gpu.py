@@ -14,6 +14,7 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
+from process_groups import run_threads
 from process_semaphore import semaphore
 from subprocess_training import (
     LIMIT,
@@ -152,6 +153,52 @@ def test_averages_that_are_begun_can_be_captured_and_replayed(compress: str, rou
         del graph
         communicator.close()
     backend.close()
+
+
+@pytest.mark.parametrize("gpus", [(0, 0), (0, 1), (0, 1, 2, 3)])
+def test_gpus_average_in_each_others_memory(gpus: tuple[int, ...]) -> None:
+    """Eagerly and from a graph, in parts of which some are one block's; a wait for a GPU that never comes ends."""
+    from caffepy.distributed.communicators.local import LocalCommunicator, ThreadGroup
+    from caffepy.distributed.communicators.nvlink import NvlinkAverage
+
+    need_gpus(max(gpus) + 1)
+    size, count = len(gpus), 3_000_064
+    values = np.random.default_rng(1).standard_normal((size, count)).astype(np.float32)
+    parts = [slice(0, 64), slice(64, 2_000_000), slice(2_000_000, count - 64)]
+    wanted = np.zeros(count, np.float32)
+    for row in values:
+        wanted += row * np.float32(1 / size)
+    group = ThreadGroup(size)
+
+    def work(rank: int) -> list[Any]:
+        backend, found = create_backend(gpus[rank]), []
+        with backend.activate():
+            average = NvlinkAverage(LocalCommunicator(group, rank), count)
+
+            def exchange() -> None:
+                for part in parts:
+                    average.average(average.memory[part])
+
+            run = exchange
+            for _ in range(4):
+                backend.from_host(values[rank], average.memory)
+                run()
+                found.append(backend.to_host(average.memory))
+                group.wait()
+                run = backend.capture(exchange).launch if run is exchange else run
+                group.wait()
+            if rank == 0:
+                exchange()
+                average.stop()
+                backend.synchronize()
+            group.wait()
+        backend.close()
+        return found
+
+    for rank, found in enumerate(run_threads(size, work)):
+        for array in found:
+            np.testing.assert_array_equal(array[-64:], values[rank, -64:])
+            np.testing.assert_allclose(array[:-64], wanted[:-64], rtol=0, atol=0 if size == 2 else 1e-6)
 
 
 def test_bfloat16_on_a_gpu_has_the_bits_of_the_hosts() -> None:

@@ -16,6 +16,7 @@ import json
 import pkgutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -404,6 +405,16 @@ def run_input(backend: Any) -> None:
     backend.device_timer(3)
 
 
+def run_all_reduce() -> None:
+    """The gradients' average over NVLink."""
+    from caffepy.distributed.communicators.nvlink import NvlinkAverage
+
+    for size in (2, 8):
+        host: Any = SimpleNamespace(rank=0, size=size, sum=np.asarray, barrier=lambda: None)
+        average = NvlinkAverage(host, 4096)
+        average.average(average.memory)
+
+
 def run_all() -> None:
     """Everything that the backend can do."""
     for math_mode in ("fp32", "tf32"):
@@ -424,6 +435,7 @@ def run_all() -> None:
     run_rows(backend)
     run_flow(backend)
     run_box_loss(backend)
+    run_all_reduce()
     run_formulas(backend)
 
 

@@ -152,6 +152,7 @@ def install(recorder: Recorder) -> None:
         "dtype": np.dtype,
         "cuda": cuda,
         "copyto": np.copyto,
+        "asarray": lambda array: np.asarray(array).view(FakeArray),
         "asnumpy": lambda array, stream=None: np.array(array),
         "ascontiguousarray": lambda array: np.ascontiguousarray(array).view(FakeArray),
         "flip": np.flip,

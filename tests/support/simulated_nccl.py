@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -229,14 +230,16 @@ def install(gpus: int) -> None:
     runtime.CUDARuntimeError = RuntimeError
     runtime.getDeviceProperties = lambda device: {"name": b"Simulated"}
     runtime.deviceGetPCIBusId = lambda device: f"0000:{visible[device]:02X}:00.0"
+    runtime.getDevice, runtime.deviceEnablePeerAccess = lambda: here.device, lambda device: None
     runtime.getDeviceCount = lambda: len(visible)
     cuda.nccl, cuda.runtime, cuda.Event, cuda.Device = nccl, runtime, Event, Device
-    cuda.get_current_stream, cuda.Stream = current_stream, Stream
+    cuda.get_current_stream, cuda.Stream, cuda.using_allocator = current_stream, Stream, nullcontext
     cuda.alloc_pinned_memory, runtime.memcpyAsync, runtime.memcpyDeviceToHost = ConstantTable, copy_to_pinned, 2
     cupy.arange = lambda count, dtype: np.arange(count, dtype=dtype).view(Array)
     cupy.multiply, cupy.copyto, cupy.ElementwiseKernel = np.multiply, np.copyto, elementwise
     cupy.cuda, cupy.float32, cupy.ndarray = cuda, np.float32, Array
     cupy.empty = lambda shape, dtype: np.empty(shape, dtype).view(Array)
+    cupy.asarray = array
     cupy.zeros = lambda shape, dtype: np.zeros(shape, dtype).view(Array)
     sys.modules.update({"cupy": cupy, "cupy.cuda": cuda, "cupy.cuda.nccl": nccl, "cupy.cuda.runtime": runtime})
 

@@ -24,6 +24,8 @@ from caffepy.distributed.communicators.communicator import (
     piece_of,
     rows,
 )
+from caffepy.distributed.communicators.local import LocalCommunicator
+from caffepy.distributed.communicators.nvlink import NvlinkAverage, all_linked
 from caffepy.distributed.nccl_info import nccl_version
 from caffepy.errors import AbortedError, DeviceError, PeerError
 from caffepy.utils.installation import MissingExtraError, cuda_extra
@@ -94,7 +96,8 @@ class NcclCommunicator(Communicator):
     the thread's current stream, `all_reduce_async` on a side stream; they return at once and may be captured in a CUDA
     graph. `barrier` and `sum`, which the host waits for, go through `host`.
 
-    NVLink multicast is left as NCCL's environment has it.
+    NVLink multicast is left as NCCL's environment has it. Gradients of GPUs of one process that NVLink connects are
+    averaged by `NvlinkAverage`.
 
     Args:
         size: devices in all.
@@ -120,6 +123,7 @@ class NcclCommunicator(Communicator):
         self._using = threading.Lock()
         self._messages = Messages()
         self._side_stream: SideStream | None = None
+        self._nvlink: NvlinkAverage | None = None
         self._compressor = device_compressor(compress, size)
         self.compresses = self._compressor is not None
         self._comm: Any = None
@@ -141,7 +145,7 @@ class NcclCommunicator(Communicator):
         # Messages that were started before must precede the collective on the stream: the other ranks see the same
         # order.
         self._messages.flush(self._comm)
-        enqueue(self._comm, collective, self.rank, self.size)
+        self._enqueue(collective)
         if collective.blocking:
             return FinishedWork()  # for what follows on the stream; an event would be in the way of a capture
         event = record_event()
@@ -156,10 +160,18 @@ class NcclCommunicator(Communicator):
         with self._using, self._side_stream.after_current(timed) as work:
             sent = array if compressor is None else compressor.compress(array)
             operator = ReduceOp.AVG if compressor is None else ReduceOp.SUM
-            enqueue(self._comm, Collective(Op.ALL_REDUCE, sent, sent, operator), self.rank, self.size)
+            self._enqueue(Collective(Op.ALL_REDUCE, sent, sent, operator))
             if compressor is not None:
                 compressor.decompress(sent, array)
         return work
+
+    def _enqueue(self, collective: Collective) -> None:
+        """Put a collective on the current stream."""
+        mean = collective.op is Op.ALL_REDUCE and collective.operator is ReduceOp.AVG
+        if mean and self._nvlink is not None and self._nvlink.holds(collective.array):
+            self._nvlink.average(collective.array)
+        else:
+            enqueue(self._comm, collective, self.rank, self.size)
 
     @property
     def completed(self) -> int:
@@ -167,6 +179,15 @@ class NcclCommunicator(Communicator):
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         return cupy.empty(shape, dtype)
+
+    def allocate_gradients(self, count: int) -> Array | None:
+        """Memory that the kernel over NVLink reduces; None without NVLink, among processes, and with compression."""
+        host = self._host
+        if self.compresses or self.size == 1 or not isinstance(host, LocalCommunicator) or not all_linked(host):
+            return None
+        with self._translated("the GPUs' access to each other's memory"):
+            self._nvlink = NvlinkAverage(host, count)
+        return self._nvlink.memory
 
     def wait_on_device(self, wait: Callable[[], None] | None = None) -> None:
         # The GIL is free meanwhile, so another thread's abort can end a collective that a peer never joins.
@@ -185,6 +206,8 @@ class NcclCommunicator(Communicator):
     def abort(self) -> None:
         self._aborted.set()
         self._host.abort()
+        if self._nvlink is not None:
+            self._nvlink.stop()
         # A call that blocks because the stream is full ends only by the abort itself: so the lock is not waited for
         # without a limit.
         held = self._using.acquire(timeout=_LOCK_SECONDS)

@@ -76,7 +76,7 @@ def test_kernels_compile_and_take_what_they_are_launched_with(nvrtc: Nvrtc, kern
 def test_machine_code_for_every_supported_gpu(nvrtc: Nvrtc, kernels: list[RecordedKernel]) -> None:
     """Inline assembly is read and shared memory is counted only here; kernels with either are compiled."""
     names = ("gather", "product", "softmax_rows", "normalise_sums", "small_k_wgrad", "large_windows")
-    names += ("large_depthwise", "large_depthwise_weights", "few_channels")
+    names += ("large_depthwise", "large_depthwise_weights", "few_channels", "all_reduce")
     assembled = [kernel for kernel in some_of_each(kernels) if kernel.name in names]
     assert {kernel.name for kernel in assembled} == set(names)
     for kernel in assembled:
