@@ -49,6 +49,7 @@ CUPY = (
     "backend/cuda/*/*.py",
     "backend/cuda/*/*/*.py",
     "distributed/communicators/nccl.py",
+    "distributed/communicators/nvlink.py",
     "distributed/nccl_info.py",
 )
 LOGGERS = ("training/callbacks/loggers.py",)
