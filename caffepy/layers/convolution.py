@@ -110,6 +110,7 @@ class BaseConvolutionLayer(Layer):
     """
 
     supports_half = True
+    learns = True
 
     bottoms = (1, None)
     tops = (1, None)
@@ -482,6 +483,7 @@ class Im2colLayer(BaseConvolutionLayer):
     """
 
     supports_half = False
+    learns = False
     bottoms = (1, 1)  # type: ignore[assignment]
     tops = (1, 1)  # type: ignore[assignment]
 

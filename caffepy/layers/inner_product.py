@@ -73,6 +73,7 @@ class InnerProductLayer(Layer):
     """
 
     supports_half = True
+    learns = True
     recordable = True
 
     _bottom_shape: tuple[int, ...] | None = None
@@ -158,6 +159,7 @@ class EmbedLayer(Layer):
         DataError: an index is outside 0 to input_dim - 1.
     """
 
+    learns = True
     recordable = True
     no_gradient_bottoms = frozenset({0})
 

@@ -351,6 +351,8 @@ class Layer:
     """Whether the layer has a backward pass (Accuracy and data layers have none)."""
     stored_by_count: ClassVar[bool] = False
     """Whether parameters of a file fit if their counts agree, even if their shapes differ."""
+    learns: ClassVar[bool] = False
+    """Whether learned weights make the tops predictions of what the bottoms are data for (net/deploy.py)."""
     reads_shapes_only: ClassVar[bool] = False
     """Whether the tops depend on the bottoms' shapes only (PriorBox), so that the layer has no gradient."""
     recordable: ClassVar[bool] = False

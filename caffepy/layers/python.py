@@ -311,6 +311,7 @@ class PythonLayer(Layer):
 
     bottoms = (0, None)
     tops = (0, None)
+    learns = True
     changes_shapes: ClassVar[bool] = True
     """`reshape` may read the bottoms' data."""
     may_keep_shapes = True

@@ -50,6 +50,7 @@ class RecurrentLayer(Layer):
     """
 
     bottoms = (2, 5)
+    learns = True
     tops = (1, 3)
     no_gradient_bottoms = frozenset({1})
     no_gradient_tops = frozenset({1, 2})

@@ -16,7 +16,7 @@ from caffepy.errors import ConfigError
 from caffepy.formats.dialect import LEAST_EPSILON, Dialect, choose_dialect
 from caffepy.formats.load import filter_net, net_state
 from caffepy.formats.proto import caffe_pb2
-from caffepy.layers.layer import is_registered
+from caffepy.layers.layer import LAYERS, is_known, is_registered
 from caffepy.net.record_shape import told_shape
 
 Shape = tuple[int, ...]
@@ -32,19 +32,6 @@ PARAMETERS = (
     "lstm_param",
 )
 FILLERS = ("weight_filler", "bias_filler", "filler")
-_LEARNED = {
-    "Convolution",
-    "Deconvolution",
-    "InnerProduct",
-    "Embed",
-    "LSTM",
-    "RNN",
-    "Python",
-    "Convolution3D",
-    "Deconvolution3D",
-    "Lstm",
-}
-"""Layers with learned parameters. A blob that depends on none of them is data or a target."""
 _CONSTANTS = {"DummyData", "Parameter", "Python"}
 """Layers without bottoms that the deploy net keeps, unless the shape of a top is given."""
 _SCORES = {"Accuracy", "DetectionEvaluate", "Silence"}
@@ -303,13 +290,19 @@ def _is_score(layer: caffe_pb2.LayerParameter) -> bool:
 
 
 def _learned_blobs(layers: Layers) -> set[str]:
-    """Return the blobs that depend on a layer with learned parameters."""
+    """Return the blobs that depend on a layer which learns. A blob that depends on none is data or a target."""
     learned: set[str] = set()
     for layer in layers:
-        learns = layer.type in _LEARNED or (bool(layer.bottom) and is_registered(layer.type))
-        if not _is_score(layer) and (learns or learned & set(layer.bottom)):
+        if not _is_score(layer) and (_learns(layer) or learned & set(layer.bottom)):
             learned |= set(layer.top)
     return learned
+
+
+def _learns(layer: caffe_pb2.LayerParameter) -> bool:
+    """Return whether a layer has learned weights; of a program's own types with bottoms that is assumed."""
+    if is_registered(layer.type):
+        return bool(layer.bottom)
+    return is_known(layer.type) and LAYERS.get(layer.type).learns
 
 
 def _is_auxiliary(layer: caffe_pb2.LayerParameter, losses: Layers) -> bool:

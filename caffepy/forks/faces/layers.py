@@ -151,6 +151,8 @@ class LocalLayer(Layer):
         ShapeError: the bottom is no image, is smaller than the window, or has another size than the weights.
     """
 
+    learns = True
+
     _shape: tuple[int, ...] | None = None
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:

@@ -100,6 +100,7 @@ class AngularMarginLayer(Layer):
     """The parts that both layers share: parameters, lambda, the label's score and the weights' product."""
 
     bottoms = (2, 2)
+    learns = True
     tops = (1, 2)
     no_gradient_bottoms = frozenset({1})
     no_gradient_tops = frozenset({1})
@@ -379,6 +380,7 @@ class InnerDistanceLayer(Layer):
     """
 
     bottoms = (1, 3)
+    learns = True
     exact_bottoms = frozenset({2})
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:

@@ -148,6 +148,7 @@ class DenseBlockLayer(Layer):
         ShapeError: the bottom does not have four axes, or its channels have changed.
     """
 
+    learns = True
     stored_by_count = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:

@@ -41,6 +41,7 @@ class LstmLayer(Layer):
     """
 
     bottoms = (1, 2)
+    learns = True
     no_gradient_bottoms = frozenset({1})
 
     _shape: tuple[int, ...] | None = None

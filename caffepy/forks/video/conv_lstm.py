@@ -67,6 +67,7 @@ class ConvLSTMLayer(Layer):
     """
 
     bottoms = (2, 5)
+    learns = True
     tops = (1, 3)
     no_gradient_bottoms = frozenset({1})
 

@@ -151,6 +151,23 @@ def test_several_losses_and_targets():
     assert found.layer[-2].softmax_param.axis == -1
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [
+        'type: "DenseBlock" denseblock_param { numTransition: 1 growthRate: 2 }',
+        'type: "DepthwiseConvolution" convolution_param { num_output: 3 kernel_size: 1 }',
+        'type: "Local" local_param { num_output: 2 kernel_size: 1 }',
+    ],
+)
+def test_scores_that_a_forks_layer_learns_are_outputs(layer: str):
+    data = TASKS[: TASKS.index('    layer { name: "fc"')]
+    loss = 'layer { type: "SoftmaxWithLoss" bottom: "score" bottom: "label" top: "loss" }'
+    found = inferred(
+        net_of(f'{data} layer {{ bottom: "data" top: "score" {layer} }} {loss}'), shapes={"data": (3, 2, 2)}
+    )
+    assert found.layer[-1].type == "Softmax" and found.layer[-1].bottom == ["score"]
+
+
 def test_an_auxiliary_classifier_is_left_out():
     text = (
         TASKS
