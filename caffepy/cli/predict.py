@@ -108,6 +108,14 @@ def inputs_and_output(args: _ImageCommand, suffixes: tuple[str, ...]) -> tuple[l
     return paths, args.output
 
 
+def _open(args: _ImageCommand) -> ImageModel:
+    """Return the net of the command line."""
+    from caffepy.cli.nets import single_device
+    from caffepy.infer.classify import ImageModel
+
+    return ImageModel(args.model, args.weights, single_device(args), args.threads, args.math, args.engine)
+
+
 def image_options(args: _ImageCommand) -> ImageOptions:
     """Return the image options that the command line gives.
 
@@ -186,8 +194,7 @@ class ClassifyCommand(_ImageCommand):
             DataError: no image can be read.
             SnapshotError: the weights do not fit.
         """
-        from caffepy.cli.nets import single_device
-        from caffepy.infer.classify import ImageModel, classify
+        from caffepy.infer.classify import classify
         from caffepy.infer.images import SUFFIXES, list_images
 
         if self.images_dim is not None and len(self.images_dim) != 2:
@@ -200,7 +207,7 @@ class ClassifyCommand(_ImageCommand):
                 )
             _check_output(self, output, paths)
         names = _names(self.labels)
-        with quiet_net(), ImageModel(self.model, self.weights, single_device(self), self.threads, self.engine) as model:
+        with quiet_net(), _open(self) as model:
             images = list_images(paths, self.ext)
             unreadable = Unreadable(image.name for image in images)
             scores = classify(
@@ -347,8 +354,6 @@ class DetectCommand(_ImageCommand):
         paths, output = inputs_and_output(self, _BOXES)
         if self.crop_mode is not None:
             return _run_windows(self, paths, output)
-        from caffepy.cli.nets import single_device
-        from caffepy.infer.classify import ImageModel
         from caffepy.infer.detect import detect, draw_boxes, read_label_names
         from caffepy.infer.images import list_images
 
@@ -362,7 +367,7 @@ class DetectCommand(_ImageCommand):
                 )
         names = read_label_names(self.label_map) if self.label_map else {}
         found: list[Box] = []
-        with quiet_net(), ImageModel(self.model, self.weights, single_device(self), self.threads, self.engine) as model:
+        with quiet_net(), _open(self) as model:
             images = list_images(paths, self.ext)
             unreadable = Unreadable(image.name for image in images)
             steps = _detect_steps(model, self)
@@ -402,8 +407,6 @@ def _detect_steps(model: ImageModel, args: DetectCommand) -> Steps:
 
 
 def _run_windows(args: DetectCommand, paths: list[Path], output: Path | None) -> int:
-    from caffepy.cli.nets import single_device
-    from caffepy.infer.classify import ImageModel
     from caffepy.infer.images import ImageOptions
     from caffepy.infer.windows import classify_windows, read_windows, windows_as_csv, write_windows_hdf5
 
@@ -421,7 +424,7 @@ def _run_windows(args: DetectCommand, paths: list[Path], output: Path | None) ->
     if len(paths) != 1:
         raise ConfigError(f"--crop-mode list takes one file of windows; {len(paths)} are given")
     windows = read_windows(paths[0])
-    with quiet_net(), ImageModel(args.model, args.weights, single_device(args), args.threads, args.engine) as model:
+    with quiet_net(), _open(args) as model:
         of_net = net_preparation(model, args)
         mean, scale = of_net.mean_and_scale() if of_net is not None else (None, 1.0)
         options = image_options(args) if of_net is None else ImageOptions(mean=mean, input_scale=scale)

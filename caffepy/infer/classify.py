@@ -11,6 +11,7 @@ import numpy as np
 from caffepy.errors import ConfigError, DataError
 from caffepy.infer.images import Floats, InputImage, Steps
 from caffepy.infer.model import load
+from caffepy.utils.options import MATH
 
 logger = logging.getLogger(__name__)
 _BATCH = 16
@@ -25,6 +26,7 @@ class ImageModel:
         weights: .caffemodel files; later files override earlier ones. Without files, fillers apply, with a warning.
         device: GPU index, or None for the CPU.
         threads: CPU threads; None: all.
+        math: "tf32" or "fp32", as `caffepy.load` takes it.
         engine: "own" (also None) or "onnxruntime".
 
     Raises:
@@ -39,9 +41,10 @@ class ImageModel:
         weights: Sequence[Path] = (),
         device: int | None = None,
         threads: int | None = None,
+        math: str = MATH,
         engine: str | None = None,
     ) -> None:
-        self.model = load(net, weights, device, threads=threads, engine=engine)
+        self.model = load(net, weights, device, threads=threads, math=math, engine=engine)
         if not weights and self.model.net.parameters.parameters:
             logger.warning("%s: no weights are given; the parameters are filled, mostly at random; give --weights", net)
         inputs = self.model.inputs

@@ -123,11 +123,11 @@ def ctc_losses(
     return np.where(possible, -likelihoods, 0.0), np.where(counted[..., None], gradient, 0.0)
 
 
-def _sequences(layer: Layer, blob: Blob) -> tuple[int, int, int]:
-    """Return T, N and C of scores (T, N, C) or (T, N, C, 1)."""
+def _sequences(layer: Layer, blob: Blob, axes: str = "time steps, sequences, classes") -> tuple[int, int, int]:
+    """Return the sizes of scores whose axes are these; one of size 1 may follow."""
     shape = blob.shape
     if len(shape) not in (3, 4) or shape[3:] not in ((), (1,)) or min(shape) < 1:
-        raise layer.shape_error("needs scores (time steps, sequences, classes), none of them 0", blob)
+        raise layer.shape_error(f"needs scores ({axes}), none of them 0", blob)
     return shape[0], shape[1], shape[2]
 
 
@@ -334,7 +334,8 @@ class LabelsequenceAccuracyLayer(HostLayer):
     blocker = "it decodes sequences on the host"
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        self._sizes = samples, _, classes = _sequences(self, bottom[0])
+        axes = "sequences, time steps, classes"
+        self._sizes = samples, _, classes = _sequences(self, bottom[0], axes)
         self._blank = _blank_class(self, self.param.labelsequence_accuracy_param.blank_label, classes)
         _check_rows(self, samples, bottom)
         top[0].reshape(())

@@ -12,6 +12,8 @@ import h5py
 import numpy as np
 import pytest
 
+import caffepy.infer.model
+from caffepy.backend import Backend, create_backend
 from caffepy.cli.main import main
 from caffepy.errors import ConfigError, DataError
 from caffepy.formats.proto import caffe_pb2
@@ -105,6 +107,18 @@ def test_onnxruntime_gives_the_same_scores(net: list[str], red: Path, tmp_path: 
         scores.append(np.load(output))
     assert scores[0] == pytest.approx(scores[1], abs=1e-3)
     assert main(["classify", str(red), *net, "--engine", "onnxruntime", "--gpu", "0"]) == 2
+
+
+def test_math_reaches_the_device(net: list[str], red: Path, monkeypatch: pytest.MonkeyPatch):
+    chosen = []
+
+    def create(device: int | None, threads: int | None, math: str) -> Backend:
+        chosen.append(math)
+        return create_backend(device, threads, math)
+
+    monkeypatch.setattr(caffepy.infer.model, "create_backend", create)
+    assert main(["classify", str(red), *net, "--images-dim=4,4", "--math", "fp32"]) == 0
+    assert chosen == ["fp32"]
 
 
 def test_ten_crops_are_averaged(net: list[str]):
