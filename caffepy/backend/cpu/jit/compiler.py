@@ -63,6 +63,7 @@ from numba.core.untyped_passes import InlineClosureLikes
 from numpy.typing import NDArray
 
 from caffepy import version
+from caffepy.backend.cpu.jit.helper import start_helper
 from caffepy.backend.cpu.jit.vector import kept_word, map_zeros, set_handler, words
 from caffepy.errors import ConfigError
 from caffepy.utils.caches import version_folder
@@ -233,7 +234,8 @@ class CFunction(CFunc):  # type: ignore[misc,unused-ignore]
     def _compile_uncached(self) -> Any:
         if config.DISABLE_JIT:
             raise ConfigError("NUMBA_DISABLE_JIT is set, but kernels on the CPU are compiled by numba: unset it")
-        _log_compiling(self._cache.cache_path)
+        if _log_compiling(self._cache.cache_path):
+            start_helper()
         collects = gc.isenabled()
         # A compilation makes many objects and leaves few in cycles. Searching them would take a tenth of its time.
         gc.disable()
@@ -248,12 +250,13 @@ class CFunction(CFunc):  # type: ignore[misc,unused-ignore]
 
 
 @cache
-def _log_compiling(folder: str | None) -> None:
-    """Log once per process that kernels are compiled, and whether they are cached."""
+def _log_compiling(folder: str | None) -> bool:
+    """Log once per process that kernels are compiled; return whether they are cached."""
     if folder is not None and os.access(folder, os.W_OK):
         logger.info("Compiling CPU kernels for the first time; they are cached in %s for later starts", folder)
-    else:
-        logger.info("Compiling CPU kernels; they cannot be cached on disk, so each start compiles them")
+        return True
+    logger.info("Compiling CPU kernels; they cannot be cached on disk, so each start compiles them")
+    return False
 
 
 class KernelFunction(CFunction):
