@@ -78,6 +78,19 @@ logger = logging.getLogger(__name__)
 class _Typing(Context):  # type: ignore[misc,unused-ignore]
     """The types of numba's functions that kernels call: Python's and those of `math`."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._resolved: dict[tuple[Any, tuple[Any, ...]], Any] = {}
+
+    def resolve_function_type(self, function: Any, arguments: tuple[Any, ...], names: dict[str, Any]) -> Any:
+        """Return a call's signature. Kernels call few operators, each hundreds of times with the same types."""
+        if names or not isinstance(function, types.Function):
+            return super().resolve_function_type(function, arguments, names)
+        key = function, arguments
+        if self._resolved.get(key) is None:
+            self._resolved[key] = super().resolve_function_type(function, arguments, names)
+        return self._resolved[key]
+
     def load_additional_registries(self) -> None:
         self.install_registry(import_module("numba.core.typing.mathdecl").registry)
 
