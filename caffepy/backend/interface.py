@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -887,6 +887,15 @@ class Backend(
     @abstractmethod
     def close(self) -> None:
         """Release streams, handles and workspaces. The backend is unusable afterwards. Idempotent."""
+
+    def compiled_beside(self, works: Callable[[], Iterable[Callable[[], None]]]) -> AbstractContextManager[None]:
+        """Let another process compile kernels of a pass within a `with` block, where that is faster.
+
+        Args:
+            works: returns the works of the pass from the last to the first. The process calls them with arrays of any
+                content; they must not change anything but arrays.
+        """
+        return nullcontext()
 
     def capture(self, *works: Callable[[], None]) -> Graph:
         """Capture the work that these functions queue, in this order, in a graph; nothing is computed.

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from caffepy.backend import Array
@@ -360,6 +360,18 @@ class Net:
         for callback in self.after_backward:
             callback(node)
 
+    def works_from_the_last(self) -> Iterator[Callable[[], None]]:
+        """Yield the layers' backward and forward passes in the order opposite to theirs, for `compiled_beside`.
+
+        Layers of a program, and those that write files, are left out: they do more than compute.
+        """
+        nodes = [node for node in self.schedule if node.bottoms and node.tops and not _is_programs(node.layer.param)]
+        for node in nodes:
+            if node.need_backward:
+                yield partial(node.layer.backward, node.tops, node.propagate_down, node.bottoms)
+        for node in reversed(nodes):
+            yield partial(node.layer.forward, node.bottoms, node.tops)
+
     def _fill_loss_weights(self, node: Node) -> None:
         """Fill the diffs of tops that have a loss weight. Needed in every pass, because in-place layers overwrite them.
 
@@ -616,6 +628,11 @@ def _lines_of_layer(prototxt: Path, name: str, state: caffe_pb2.NetState) -> lis
     return lines
 
 
+def _is_programs(layer: caffe_pb2.LayerParameter) -> bool:
+    """Return whether a layer's class is a program's, not caffepy's."""
+    return layer.type == "Python" or is_registered(layer.type)
+
+
 def _connect_layers(param: caffe_pb2.NetParameter, context: LayerContext, wiring: Wiring) -> Iterator[Node]:
     """Yield the nodes in order, Cast layers before their readers."""
     # A generator, because connecting a layer needs the shapes that earlier layers' setup has computed.
@@ -626,7 +643,7 @@ def _connect_layers(param: caffe_pb2.NetParameter, context: LayerContext, wiring
         cls = layer_class(layer_param.type, f"layer '{layer_param.name}'")
         where = f"layer '{layer_param.name}' ({layer_param.type})"
         refuse_fields(layer_param, where)
-        if not (is_registered(layer_param.type) or layer_param.type == "Python"):
+        if not _is_programs(layer_param):
             refuse_fork_fields(layer_param, where, _register_advice(layer_param.type))
         layer = cls(layer_param, context)
         layer.tops_overwritten, layer.label_tops = overwritten, labels

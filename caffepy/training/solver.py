@@ -11,8 +11,9 @@ import math
 import secrets
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial, wraps
+from itertools import chain
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -274,20 +275,32 @@ class Solver:
         shown = interactive() if progress is None else progress
         with progress_bar(lambda: self.iteration, lambda: end, wanted=shown):
             while self.iteration < end and not self.stopped_early:
-                tested = self.iteration > 0 or self.param.test_initialization
-                if tested and self.schedule.test_is_due(self.iteration):
-                    self.test_all()
-                if Action.STOP not in self.requests:
-                    try:
-                        with suggest_batch_size_on_oom(self._factory, len(self.history)):
-                            self._iterate()
-                    except StopRequestedError:  # while a device that trains alone waited for data, before all else
-                        self.log("Iteration %d waits for its data and is not made", self.iteration)
+                with self._compiled_beside():
+                    self._test_and_iterate()
                 self._act_on_requests()
         self.graph_executor.drain()
         if self.requests:
             self._act_on_requests()
         self.clock.pause()
+
+    def _compiled_beside(self) -> AbstractContextManager[None]:
+        """Let another process compile half of the kernels of the net's first pass, if this device trains alone."""
+        if self.world_size > 1 or self.net.context.passes.number > 0:
+            return nullcontext()
+        return self.backend.compiled_beside(lambda: chain([self.update_parameters], self.net.works_from_the_last()))
+
+    def _test_and_iterate(self) -> None:
+        """Test if tests are due, then make one iteration, unless a stop is requested."""
+        tested = self.iteration > 0 or self.param.test_initialization
+        if tested and self.schedule.test_is_due(self.iteration):
+            self.test_all()
+        if Action.STOP in self.requests:
+            return
+        try:
+            with suggest_batch_size_on_oom(self._factory, len(self.history)):
+                self._iterate()
+        except StopRequestedError:  # while a device that trains alone waited for data, before all else
+            self.log("Iteration %d waits for its data and is not made", self.iteration)
 
     def _iterate(self) -> None:
         """Make one iteration layer by layer; once it is captured, `_replay` launches its work on the device as graphs.

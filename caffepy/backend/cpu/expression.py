@@ -23,6 +23,7 @@ from caffepy.backend.cpu.jit.vector import (
     hyperbolic_tangent,
     larger_of,
     logarithm_plus_one,
+    round_down,
     select,
     smaller_of,
 )
@@ -41,7 +42,7 @@ _FUNCTIONS = {
     "select": select,
     "larger_of": larger_of,
     "smaller_of": smaller_of,
-    "floor": np.floor,  # math.floor returns an integer
+    "floor": round_down,
     "isfinite": math.isfinite,
 }
 

@@ -9,10 +9,14 @@ import pytest
 from fake_graph_backend import OwnStream
 from training import CPU, build_net, weights_of
 
+from caffepy import register_layer
 from caffepy.errors import ConfigError, RunError, SnapshotError
 from caffepy.formats.proto import caffe_pb2
 from caffepy.formats.prototxt import parse_text
+from caffepy.layers.activation import ReLULayer
+from caffepy.layers.inner_product import InnerProductLayer
 from caffepy.layers.layer import Layer, LayerContext
+from caffepy.layers.loss import EuclideanLossLayer
 from caffepy.logs.trace import Trace
 from caffepy.net import Net
 
@@ -34,6 +38,18 @@ def test_layers_are_traced_by_what_the_net_was_made_with() -> None:
     net.forward()
     net.backward()
     assert {(span.row, span.name) for span in trace.spans()} >= {("forward", "ip"), ("backward", "ip")}
+
+
+def test_works_from_the_last_undo_the_order_and_leave_out_layers_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    for name in ("forward", "backward"):
+        for cls in (InnerProductLayer, EuclideanLossLayer, ReLULayer):
+            monkeypatch.setattr(cls, name, lambda self, *_, name=name: ran.append(f"{self.name} {name}"))
+    register_layer("OfAProgram", type("OfAProgram", (ReLULayer,), {}))
+    own = 'layer { name: "own" type: "OfAProgram" bottom: "ip" top: "ip" }'
+    for work in build_net(DATA + IP + own + LOSS).works_from_the_last():
+        work()
+    assert ran == ["ip backward", "loss backward", "loss forward", "ip forward"]
 
 
 def test_the_loss_is_weighted() -> None:

@@ -21,6 +21,7 @@ handlers run too late. Wayland compositors read their clients' memory in this wa
 from __future__ import annotations
 
 import ctypes
+import gc
 import hashlib
 import inspect
 import logging
@@ -34,7 +35,8 @@ import weakref
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, cached_property
+from importlib import import_module
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -49,20 +51,93 @@ from numba.core.caching import Cache, CompileResultCacheImpl, IndexDataCacheFile
 from numba.core.ccallback import CFunc
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
-from numba.core.registry import CPUDispatcher, cpu_target
+from numba.core.cpu import CPUContext
+from numba.core.fastmathpass import rewrite_module
+from numba.core.registry import CPUDispatcher, CPUTarget
 from numba.core.runtime import _nrt_python
 from numba.core.sigutils import normalize_signature
+from numba.core.target_extension import CPU, dispatcher_registry, jit_registry, target_override, target_registry
 from numba.core.typed_passes import NopythonRewrites
+from numba.core.typing.context import Context
 from numba.core.untyped_passes import InlineClosureLikes
 from numpy.typing import NDArray
 
 from caffepy import version
+from caffepy.backend.cpu.jit.helper import start_helper
 from caffepy.backend.cpu.jit.vector import kept_word, map_zeros, set_handler, words
 from caffepy.errors import ConfigError
 from caffepy.utils.caches import version_folder
 from caffepy.utils.process_fork import free_after_fork
 
 logger = logging.getLogger(__name__)
+
+
+# -- the target ----------------------------------------------------------------------------------------
+
+
+class _Typing(Context):  # type: ignore[misc,unused-ignore]
+    """The types of numba's functions that kernels call: Python's and those of `math`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._resolved: dict[tuple[Any, tuple[Any, ...]], Any] = {}
+
+    def resolve_function_type(self, function: Any, arguments: tuple[Any, ...], names: dict[str, Any]) -> Any:
+        """Return a call's signature. Kernels call few operators, each hundreds of times with the same types."""
+        if names or not isinstance(function, types.Function):
+            return super().resolve_function_type(function, arguments, names)
+        key = function, arguments
+        if self._resolved.get(key) is None:
+            self._resolved[key] = super().resolve_function_type(function, arguments, names)
+        return self._resolved[key]
+
+    def load_additional_registries(self) -> None:
+        self.install_registry(import_module("numba.core.typing.mathdecl").registry)
+
+
+class _KernelContext(CPUContext):  # type: ignore[misc,unused-ignore]
+    """The machine code of these functions."""
+
+    def init(self) -> None:
+        """Register the addresses of numba's runtime functions with LLVM, as numba does when it first compiles."""
+        super().init()
+        # Machine code of numba 0.60 refers to them, and LLVM aborts the process at an unknown name. Numba's
+        # `rtsys.initialize` also compiles some functions, which takes 20 ms.
+        for name, address in _nrt_python.c_helpers.items():
+            add_symbol(name if name.startswith("_") else f"NRT_{name}", address)
+
+    def load_additional_registries(self) -> None:
+        for name in ("builtins", "iterators", "numbers", "rangeobj", "tupleobj"):
+            import_module(f"numba.cpython.{name}")
+        self.install_registry(import_module("numba.cpython.mathimpl").registry)
+
+    def post_lowering(self, module: Any, library: Any) -> None:
+        """Mark the operations that may be fused. Numba's runtime is not linked: kernels allocate nothing."""
+        if self.fastmath:
+            rewrite_module(module, self.fastmath)
+
+
+class _KernelTarget(CPUTarget):  # type: ignore[misc,unused-ignore]
+    """Numba's target of kernels, smaller than its own for a CPU.
+
+    Importing NumPy's functions takes numba 0.5 s, and each operator would be looked up among them.
+    """
+
+    @cached_property
+    def typing_context(self) -> Any:
+        return _Typing()
+
+    @cached_property
+    def target_context(self) -> Any:
+        return _KernelContext(self.typing_context, self._target_name)
+
+
+class _Kernels(CPU):  # type: ignore[misc,unused-ignore]
+    """Numba's key of the target."""
+
+
+KERNELS = _KernelTarget("caffepy")
+target_registry["caffepy"] = _Kernels
 
 
 # -- the pipeline --------------------------------------------------------------------------------------
@@ -140,11 +215,18 @@ class _PartCompiler(KernelCompiler):
 class PartDispatcher(CPUDispatcher):  # type: ignore[misc,unused-ignore]
     """A function that kernels call; Python cannot call it."""
 
+    targetdescr = KERNELS
+
     def __init__(self, function: Any, options: dict[str, Any]) -> None:
         super().__init__(function, {}, {"nopython": True, "boundscheck": None, **options}, _PartCompiler)
 
     def add_overload(self, result: Any) -> None:
         self.overloads[tuple(result.signature.args)] = result
+
+
+dispatcher_registry[_Kernels] = PartDispatcher
+# Numba writes some functions in Python, as `min`.
+jit_registry[_Kernels] = lambda **options: lambda function: PartDispatcher(function, options)
 
 
 _WORD = ir.IntType(64)
@@ -157,6 +239,7 @@ class NotKeptError(Exception):
 class CFunction(CFunc):  # type: ignore[misc,unused-ignore]
     """Numba's compiled C function; logs a compilation."""
 
+    _targetdescr = KERNELS
     _compiler: Any
     _cache: Any
     _sig: Any
@@ -164,17 +247,29 @@ class CFunction(CFunc):  # type: ignore[misc,unused-ignore]
     def _compile_uncached(self) -> Any:
         if config.DISABLE_JIT:
             raise ConfigError("NUMBA_DISABLE_JIT is set, but kernels on the CPU are compiled by numba: unset it")
-        _log_compiling(self._cache.cache_path)
-        return self._compiler.compile(self._sig.args, self._sig.return_type)
+        if _log_compiling(self._cache.cache_path):
+            start_helper()
+        collects = gc.isenabled()
+        # A compilation makes many objects and leaves few in cycles. Searching them would take a tenth of its time.
+        gc.disable()
+        try:
+            with target_override("caffepy"):
+                result = self._compiler.compile(self._sig.args, self._sig.return_type)
+        finally:
+            if collects:
+                gc.enable()
+        # Numba would write every variable's type into the cache.
+        return result._replace(type_annotation="")
 
 
 @cache
-def _log_compiling(folder: str | None) -> None:
-    """Log once per process that kernels are compiled, and whether they are cached."""
+def _log_compiling(folder: str | None) -> bool:
+    """Log once per process that kernels are compiled; return whether they are cached."""
     if folder is not None and os.access(folder, os.W_OK):
         logger.info("Compiling CPU kernels for the first time; they are cached in %s for later starts", folder)
-    else:
-        logger.info("Compiling CPU kernels; they cannot be cached on disk, so each start compiles them")
+        return True
+    logger.info("Compiling CPU kernels; they cannot be cached on disk, so each start compiles them")
+    return False
 
 
 class KernelFunction(CFunction):
@@ -259,7 +354,7 @@ def kernels_folder() -> Path | None:
         numba.__version__,
         llvmlite.__version__,
         sys.version,
-        cpu_target.target_context.codegen().magic_tuple(),
+        KERNELS.target_context.codegen().magic_tuple(),
     )
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
     return version_folder("kernels", f"{version.__version__}-{digest}")
@@ -313,15 +408,6 @@ def _checksum(content: bytes) -> bytes:
     return zlib.crc32(content).to_bytes(4, "little")
 
 
-@cache
-def _name_runtime() -> None:
-    """Register the addresses of numba's runtime functions with LLVM, as numba does before it compiles."""
-    # Machine code cached by numba 0.60 refers to them, and LLVM aborts the process at an unknown name. Numba's
-    # `rtsys.initialize` also compiles some functions, which takes 20 ms.
-    for name, address in _nrt_python.c_helpers.items():
-        add_symbol(name if name.startswith("_") else f"NRT_{name}", address)
-
-
 class KernelCache(Cache):  # type: ignore[misc,unused-ignore]
     """The cache of one function."""
 
@@ -342,7 +428,6 @@ class KernelCache(Cache):  # type: ignore[misc,unused-ignore]
         """Return the cached result, or None. A damaged file is ignored and replaced."""
         try:
             # Numba's `load_overload` would first import its compiler, 0.3 s, which machine code does not need.
-            _name_runtime()
             with self._guard_against_spurious_io_errors():
                 return self._load_overload(sig, target_context)
         except Exception as error:  # unpickling damaged files can raise any exception

@@ -556,3 +556,5 @@ def _function(write: Callable[[Any, Any], Any]) -> Callable[..., Any]:
 
 exponential, logarithm_plus_one = _function(_write_exp), _function(_write_log1p)
 hyperbolic_tangent = _function(_write_tanh)
+round_down = _function(lambda builder, x: _call(builder, "llvm.floor.f32", x))
+"""floor as a float32; that of `math` returns an integer."""
