@@ -20,6 +20,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 LIMIT = 60
 """Seconds after which a helper ends in any case: a lock that another thread held may keep it waiting."""
@@ -79,6 +80,8 @@ def _compile(works: Works) -> None:
     compiles_only = True
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(LIMIT)
+    with suppress(OSError):  # where memory runs out, this process ends and not the program
+        Path("/proc/self/oom_score_adj").write_text("1000")
     gc.disable()  # no finalizer of the program's objects runs a second time
     logging.disable()
     with open(os.devnull, "w") as null:

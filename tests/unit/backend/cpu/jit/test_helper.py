@@ -77,11 +77,11 @@ def test_a_work_that_fails_or_prints_is_no_reason_to_stop(
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_helper_ends_with_the_block(x: np.ndarray):
+def test_the_helper_ends_with_the_block_or_where_memory_runs_out(x: np.ndarray):
     with helped(lambda: [partial(time.sleep, 600)]):
         run(first, x)
         process = helper._HELPER.process
-        os.kill(process, 0)
+        assert wait_for(lambda: Path(f"/proc/{process}/oom_score_adj").read_text() == "1000\n")
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
 
