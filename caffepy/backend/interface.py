@@ -888,11 +888,11 @@ class Backend(
     def close(self) -> None:
         """Release streams, handles and workspaces. The backend is unusable afterwards. Idempotent."""
 
-    def compiled_beside(self, works: Callable[[], Iterable[Callable[[], None]]]) -> AbstractContextManager[None]:
-        """Let another process compile kernels of a pass within a `with` block, where that is faster.
+    def compile_helper(self, passes: Callable[[], Iterable[Callable[[], None]]]) -> AbstractContextManager[None]:
+        """Let another process compile kernels of a net's pass within a `with` block, where that is faster.
 
         Args:
-            works: returns the works of the pass from the last to the first. The process calls them with arrays of any
+            passes: returns the layers' passes from the last to the first. The process calls them with arrays of any
                 content; they must not change anything but arrays.
         """
         return nullcontext()

@@ -43,7 +43,7 @@ class Bucket:
     node: int
 
 
-_LAST = 2**19
+_LAST_BUCKET = 2**19
 """2 MiB, for which NCCL takes about 25 µs over NVLink: conv1 to res2 of ResNet-50, conv1 and conv2 of CaffeNet."""
 
 
@@ -51,8 +51,8 @@ def cut_buckets(net: Net, count: int) -> list[Bucket]:
     """About `count` buckets of about equal size (0: one for each parameter), in the order in which they are completed.
 
     Nothing is left to compute while the last bucket travels. If there are several, the first layers' gradients, at most
-    `_LAST` numbers, are divided from a larger last bucket. A bucket ends at the end of a parameter; the last one also
-    holds the flags. A parameter that several layers share is complete with the one that comes first in the net.
+    `_LAST_BUCKET` numbers, are divided from a larger last bucket. A bucket ends at the end of a parameter; the last one
+    also holds the flags. A parameter that several layers share is complete with the one that comes first in the net.
     """
     buffer = net.parameters
     learned = sorted((p for p in buffer.parameters if p.lr_mult != 0), key=lambda p: p.start)
@@ -64,7 +64,7 @@ def cut_buckets(net: Net, count: int) -> list[Bucket]:
         groups[-1].append(parameter)
     if not learned:
         return [Bucket(buffer.learned, buffer.learned + ParameterBuffer.FLAGS, 0)]
-    first_layers = [parameter for parameter in groups[-1] if buffer.learned - parameter.start <= _LAST]
+    first_layers = [parameter for parameter in groups[-1] if buffer.learned - parameter.start <= _LAST_BUCKET]
     if count != 1 and 0 < len(first_layers) < len(groups[-1]):
         groups[-1:] = [groups[-1][: -len(first_layers)], first_layers]
     starts = [group[0].start for group in groups]

@@ -189,7 +189,7 @@ def run_net(net: Net, inputs: Mapping[str, NDArray[Any]]) -> Arrays:
             net.backend.from_host(values, net.blobs[name].data)
         for state in net.state():
             net.backend.fill(state, 0)
-        with net.backend.compiled_beside(net.works_from_the_last):
+        with net.backend.compile_helper(net.reversed_passes):
             net.forward()
         net.raise_device_errors()
         return {name: np.asarray(blob.host_data()) for name, blob in net.outputs.items()}

@@ -23,7 +23,8 @@ from caffepy.formats.dialect import Dialect, choose_dialect
 from caffepy.formats.load import filter_net, net_state
 from caffepy.formats.proto import caffe_pb2
 from caffepy.formats.upgrade import upgrade_net
-from caffepy.layers import LayerContext, is_registered
+from caffepy.layers import LayerContext
+from caffepy.layers.layer import is_user_defined
 from caffepy.net import Net
 from caffepy.net.record_shape import told_shape
 from caffepy.utils.files import atomic_write
@@ -49,7 +50,7 @@ def blob_shapes(net: caffe_pb2.NetParameter, phase: int | None) -> dict[str, tup
 def _shapes_in(param: caffe_pb2.NetParameter, phase: int) -> dict[str, tuple[int, ...]]:
     state = net_state(phase, param.state, net_state(phase))
     layers = filter_net(param, state).layer
-    if any(layer.type == "Python" or is_registered(layer.type) for layer in layers):
+    if any(is_user_defined(layer.type) for layer in layers):
         return {}
     nvidia = choose_dialect([param], lambda *line: None) is Dialect.NVIDIA
     samples = {

@@ -152,6 +152,11 @@ def is_registered(type_name: str) -> bool:
     return type_name in _REGISTERED
 
 
+def is_user_defined(type_name: str) -> bool:
+    """Return whether a program computes the layers of a type: Python layers and registered types."""
+    return type_name == "Python" or is_registered(type_name)
+
+
 def replaces_built_in(type_name: str) -> bool:
     """Return whether a program's class has replaced a layer type of caffepy."""
     return type_name in _REPLACED
@@ -352,7 +357,8 @@ class Layer:
     stored_by_count: ClassVar[bool] = False
     """Whether parameters of a file fit if their counts agree, even if their shapes differ."""
     learns: ClassVar[bool] = False
-    """Whether learned weights make the tops predictions of what the bottoms are data for (net/deploy.py)."""
+    """Whether learned weights make the tops predictions. `net/deploy.py` takes blobs that depend on no such layer for
+    data and targets. Scales and normalisations do not count."""
     reads_shapes_only: ClassVar[bool] = False
     """Whether the tops depend on the bottoms' shapes only (PriorBox), so that the layer has no gradient."""
     recordable: ClassVar[bool] = False

@@ -27,7 +27,7 @@ from caffepy.formats.paths import PathResolver
 from caffepy.formats.proto import caffe_pb2
 from caffepy.formats.prototxt import decode_text, layer_blocks, parse_text
 from caffepy.layers.blob import Blob
-from caffepy.layers.layer import Layer, LayerContext, is_registered, layer_class
+from caffepy.layers.layer import Layer, LayerContext, is_user_defined, layer_class
 from caffepy.logs.performance_report import STAGES
 from caffepy.logs.trace import NO_TRACE, Tracer
 from caffepy.net import describe as debug
@@ -360,12 +360,12 @@ class Net:
         for callback in self.after_backward:
             callback(node)
 
-    def works_from_the_last(self) -> Iterator[Callable[[], None]]:
-        """Yield the layers' backward and forward passes in the order opposite to theirs, for `compiled_beside`.
+    def reversed_passes(self) -> Iterator[Callable[[], None]]:
+        """Yield the layers' backward and forward passes from the last to the first, for the backend's `compile_helper`.
 
-        Layers of a program, and those that write files, are left out: they do more than compute.
+        User-defined layers and layers that write files are left out: they do more than compute.
         """
-        nodes = [node for node in self.schedule if node.bottoms and node.tops and not _is_programs(node.layer.param)]
+        nodes = [n for n in self.schedule if n.bottoms and n.tops and not is_user_defined(n.layer.param.type)]
         for node in nodes:
             if node.need_backward:
                 yield partial(node.layer.backward, node.tops, node.propagate_down, node.bottoms)
@@ -628,11 +628,6 @@ def _lines_of_layer(prototxt: Path, name: str, state: caffe_pb2.NetState) -> lis
     return lines
 
 
-def _is_programs(layer: caffe_pb2.LayerParameter) -> bool:
-    """Return whether a layer's class is a program's, not caffepy's."""
-    return layer.type == "Python" or is_registered(layer.type)
-
-
 def _connect_layers(param: caffe_pb2.NetParameter, context: LayerContext, wiring: Wiring) -> Iterator[Node]:
     """Yield the nodes in order, Cast layers before their readers."""
     # A generator, because connecting a layer needs the shapes that earlier layers' setup has computed.
@@ -643,7 +638,7 @@ def _connect_layers(param: caffe_pb2.NetParameter, context: LayerContext, wiring
         cls = layer_class(layer_param.type, f"layer '{layer_param.name}'")
         where = f"layer '{layer_param.name}' ({layer_param.type})"
         refuse_fields(layer_param, where)
-        if not _is_programs(layer_param):
+        if not is_user_defined(layer_param.type):
             refuse_fork_fields(layer_param, where, _register_advice(layer_param.type))
         layer = cls(layer_param, context)
         layer.tops_overwritten, layer.label_tops = overwritten, labels

@@ -275,7 +275,7 @@ class Solver:
         shown = interactive() if progress is None else progress
         with progress_bar(lambda: self.iteration, lambda: end, wanted=shown):
             while self.iteration < end and not self.stopped_early:
-                with self._compiled_beside():
+                with self._compile_helper():
                     self._test_and_iterate()
                 self._act_on_requests()
         self.graph_executor.drain()
@@ -283,11 +283,11 @@ class Solver:
             self._act_on_requests()
         self.clock.pause()
 
-    def _compiled_beside(self) -> AbstractContextManager[None]:
+    def _compile_helper(self) -> AbstractContextManager[None]:
         """Let another process compile half of the kernels of the net's first pass, if this device trains alone."""
         if self.world_size > 1 or self.net.context.passes.number > 0:
             return nullcontext()
-        return self.backend.compiled_beside(lambda: chain([self.update_parameters], self.net.works_from_the_last()))
+        return self.backend.compile_helper(lambda: chain([self.update_parameters], self.net.reversed_passes()))
 
     def _test_and_iterate(self) -> None:
         """Test if tests are due, then make one iteration, unless a stop is requested."""

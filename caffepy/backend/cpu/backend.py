@@ -15,8 +15,8 @@ from caffepy.backend.cpu.expression import CpuElementwise, CpuReduction
 from caffepy.backend.cpu.flow import CpuFlow
 from caffepy.backend.cpu.gemm import CpuDense, Gemm
 from caffepy.backend.cpu.indexing import CpuIndexing
+from caffepy.backend.cpu.jit.compile_helper import Passes, compile_helper
 from caffepy.backend.cpu.jit.deferred import cpu_count
-from caffepy.backend.cpu.jit.helper import Works, helped
 from caffepy.backend.cpu.jit.kernel import KernelGraph
 from caffepy.backend.cpu.memory import CpuCopy, CpuInput, Workspace, give_back_memory
 from caffepy.backend.cpu.normalisation import CpuNormalisation
@@ -114,9 +114,9 @@ class CpuBackend(
     def copy_to_host_async(self, array: Array) -> AsyncCopy:
         return HostAsyncCopy(array)
 
-    def compiled_beside(self, works: Works) -> contextlib.AbstractContextManager[None]:
+    def compile_helper(self, passes: Passes) -> contextlib.AbstractContextManager[None]:
         # On one core a helper would only take time from this process.
-        return helped(works) if self.threads > 1 else contextlib.nullcontext()
+        return compile_helper(passes) if self.threads > 1 else contextlib.nullcontext()
 
     def capture(self, *works: Callable[[], None]) -> Graph:
         self.capturing = True

@@ -6,11 +6,8 @@ The stopwatches use the GPU's clock and work in captured graphs.
 
 from __future__ import annotations
 
-import gc
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +16,7 @@ from caffepy.backend.cuda.compiler import launch_blocks, library_kernel
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.types import Array, Counter
 from caffepy.errors import RunError
+from caffepy.utils.garbage_collection import suspended_garbage_collection
 
 IN_FLIGHT = 4
 """Maximum outstanding messages to the device; another one waits for the oldest."""
@@ -27,38 +25,6 @@ IN_FLIGHT = 4
 CAPTURE_ERRORS = range(900, 909)
 """Error codes, common to CUDA's runtime and driver, of an invalidated capture: cudaErrorStreamCaptureUnsupported to
 cudaErrorStreamCaptureWrongThread."""
-
-
-class _GarbageCollection:
-    """Suspends Python's garbage collection while any thread captures.
-
-    A collection runs in any thread that allocates. In a capturing thread, destructors of cuDNN plans or old graphs
-    would unload modules and free memory, which invalidates the capture.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._captures = 0
-        self._was_enabled = False
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Suspend garbage collection within a `with` block."""
-        with self._lock:
-            if self._captures == 0:
-                self._was_enabled = gc.isenabled()
-                gc.disable()
-            self._captures += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._captures -= 1
-                if self._captures == 0 and self._was_enabled:
-                    gc.enable()
-
-
-_garbage_collection = _GarbageCollection()
 
 
 class CudaGraph:
@@ -74,7 +40,9 @@ class CudaGraph:
 
     def __init__(self, stream: Any, works: Sequence[Callable[[], None]]) -> None:
         self._stream = stream
-        with _garbage_collection.suspended():
+        # A collection runs in any thread that allocates. In a capturing thread, destructors of cuDNN plans or old
+        # graphs would unload modules and free memory, which invalidates the capture.
+        with suspended_garbage_collection():
             try:
                 self._graph = self._captured(works)
             except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:

@@ -191,7 +191,7 @@ def test_the_first_layers_gradients_are_a_small_bucket(
     monkeypatch: pytest.MonkeyPatch, count: int, last: int, wanted: str
 ) -> None:
     """Each layer has 128 numbers, of which two are in a bucket of about a half."""
-    monkeypatch.setattr(reducer, "_LAST", last)
+    monkeypatch.setattr(reducer, "_LAST_BUCKET", last)
     net = build_net(CHAIN)
     buckets = cut_buckets(net, count)
     assert "".join(net.layer_names[bucket.node] for bucket in buckets) == wanted

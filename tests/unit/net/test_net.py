@@ -40,15 +40,15 @@ def test_layers_are_traced_by_what_the_net_was_made_with() -> None:
     assert {(span.row, span.name) for span in trace.spans()} >= {("forward", "ip"), ("backward", "ip")}
 
 
-def test_works_from_the_last_undo_the_order_and_leave_out_layers_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reversed_passes_leave_out_user_defined_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     for name in ("forward", "backward"):
         for cls in (InnerProductLayer, EuclideanLossLayer, ReLULayer):
             monkeypatch.setattr(cls, name, lambda self, *_, name=name: ran.append(f"{self.name} {name}"))
     register_layer("OfAProgram", type("OfAProgram", (ReLULayer,), {}))
     own = 'layer { name: "own" type: "OfAProgram" bottom: "ip" top: "ip" }'
-    for work in build_net(DATA + IP + own + LOSS).works_from_the_last():
-        work()
+    for run in build_net(DATA + IP + own + LOSS).reversed_passes():
+        run()
     assert ran == ["ip backward", "loss backward", "loss forward", "ip forward"]
 
 

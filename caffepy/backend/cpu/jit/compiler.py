@@ -21,7 +21,6 @@ handlers run too late. Wayland compositors read their clients' memory in this wa
 from __future__ import annotations
 
 import ctypes
-import gc
 import hashlib
 import inspect
 import logging
@@ -63,10 +62,11 @@ from numba.core.untyped_passes import InlineClosureLikes
 from numpy.typing import NDArray
 
 from caffepy import version
-from caffepy.backend.cpu.jit.helper import start_helper
+from caffepy.backend.cpu.jit.compile_helper import start_helper
 from caffepy.backend.cpu.jit.vector import kept_word, map_zeros, set_handler, words
 from caffepy.errors import ConfigError
 from caffepy.utils.caches import version_folder
+from caffepy.utils.garbage_collection import suspended_garbage_collection
 from caffepy.utils.process_fork import free_after_fork
 
 logger = logging.getLogger(__name__)
@@ -247,24 +247,18 @@ class CFunction(CFunc):  # type: ignore[misc,unused-ignore]
     def _compile_uncached(self) -> Any:
         if config.DISABLE_JIT:
             raise ConfigError("NUMBA_DISABLE_JIT is set, but kernels on the CPU are compiled by numba: unset it")
-        if _log_compiling(self._cache.cache_path):
+        if _keeps_kernels(self._cache.cache_path):
             start_helper()
-        collects = gc.isenabled()
         # A compilation makes many objects and leaves few in cycles. Searching them would take a tenth of its time.
-        gc.disable()
-        try:
-            with target_override("caffepy"):
-                result = self._compiler.compile(self._sig.args, self._sig.return_type)
-        finally:
-            if collects:
-                gc.enable()
+        with suspended_garbage_collection(), target_override("caffepy"):
+            result = self._compiler.compile(self._sig.args, self._sig.return_type)
         # Numba would write every variable's type into the cache.
         return result._replace(type_annotation="")
 
 
 @cache
-def _log_compiling(folder: str | None) -> bool:
-    """Log once per process that kernels are compiled; return whether they are cached."""
+def _keeps_kernels(folder: str | None) -> bool:
+    """Return whether compiled kernels are cached in a folder; log once per process that they are compiled."""
     if folder is not None and os.access(folder, os.W_OK):
         logger.info("Compiling CPU kernels for the first time; they are cached in %s for later starts", folder)
         return True

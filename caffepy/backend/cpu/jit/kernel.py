@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from caffepy.backend.cpu.jit import helper
+from caffepy.backend.cpu.jit import compile_helper
 from caffepy.backend.cpu.jit.compiler import (
     NotKeptError,
     PartDispatcher,
@@ -348,7 +348,7 @@ class Entry:
 
     def run(self, threads: int, items: int, grain: int, *arguments: Any) -> None:
         """Run over all items, on at most `threads` threads with at least `grain` items each."""
-        if items <= 0 or (helper.compiles_only and self.address):
+        if items <= 0 or (compile_helper.compiles_only and self.address):
             return
         pieces = min(threads, max(1, items // max(1, grain)))
         calls = CURRENT.calls

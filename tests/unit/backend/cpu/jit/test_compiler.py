@@ -178,7 +178,7 @@ def test_without_a_folder_nothing_is_kept(monkeypatch: pytest.MonkeyPatch):
 def test_compiling_is_announced_once_in_a_process(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    pipeline._log_compiling.cache_clear()
+    pipeline._keeps_kernels.cache_clear()
     with caplog.at_level(logging.INFO):
         compile_thrice()
         assert [record.getMessage() for record in caplog.records] == [
@@ -187,7 +187,7 @@ def test_compiling_is_announced_once_in_a_process(
         cpu_cache.compile_c_function(with_closure, SIGNATURE, {})
         assert len(caplog.records) == 1
     caplog.clear()
-    pipeline._log_compiling.cache_clear()
+    pipeline._keeps_kernels.cache_clear()
     with caplog.at_level(logging.INFO):
         compile_thrice()
     assert not caplog.records, "it is read from the cache"
@@ -195,7 +195,7 @@ def test_compiling_is_announced_once_in_a_process(
 
 def test_compiling_at_each_start_is_announced(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     monkeypatch.setattr(cpu_cache, "kernels_folder", lambda: None)
-    pipeline._log_compiling.cache_clear()
+    pipeline._keeps_kernels.cache_clear()
     with caplog.at_level(logging.INFO):
         compile_thrice()
     assert [record.getMessage() for record in caplog.records] == [

@@ -1,7 +1,7 @@
 """A helper process that compiles kernels of a pass from its end while this process makes the pass.
 
 Kernels are compiled when they are called first; numba holds the GIL for half of that time. The first kernel that the
-cache lacks forks the helper, which thereby has the net and every module. It calls the works of the pass from the last
+cache lacks forks the helper, which thereby has the net and every module. It calls the layers' passes from the last
 to the first and executes no kernel: each is only compiled into the cache on disk, where this process finds it. The two
 processes meet halfway.
 
@@ -25,14 +25,14 @@ from pathlib import Path
 LIMIT = 60
 """Seconds after which a helper ends in any case: a lock that another thread held may keep it waiting."""
 
-Works = Callable[[], Iterable[Callable[[], None]]]
-"""The works of a pass, from the last to the first."""
+Passes = Callable[[], Iterable[Callable[[], None]]]
+"""Returns the layers' passes, from the last to the first."""
 
 
 class _Helper(threading.local):
     """The helper of this thread's pass. Other threads that compile, as those of data layers, start none."""
 
-    works: Works | None = None
+    passes: Passes | None = None
     process = 0
     """Its process number."""
 
@@ -43,13 +43,13 @@ compiles_only = False
 
 
 @contextmanager
-def helped(works: Works) -> Iterator[None]:
+def compile_helper(passes: Passes) -> Iterator[None]:
     """Let a helper process compile, once a kernel is missing in the block."""
-    _HELPER.works = works if sys.platform == "linux" else None  # macOS's libraries do not survive a fork
+    _HELPER.passes = passes if sys.platform == "linux" else None  # macOS's libraries do not survive a fork
     try:
         yield
     finally:
-        _HELPER.works = None
+        _HELPER.passes = None
         process, _HELPER.process = _HELPER.process, 0
         if process:
             # The number belongs to another process if the program has waited for all of its children.
@@ -61,21 +61,21 @@ def helped(works: Works) -> Iterator[None]:
 
 def start_helper() -> None:
     """Start the helper of this thread's pass, if it has none; called where the cache lacks a kernel."""
-    works, _HELPER.works = _HELPER.works, None
-    if works is None:
+    passes, _HELPER.passes = _HELPER.passes, None
+    if passes is None:
         return
     with warnings.catch_warnings(), suppress(OSError):  # no memory for a process
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of locks of other threads: see LIMIT
         _HELPER.process = process = os.fork()
         if process == 0:
             try:
-                _compile(works)
+                _compile(passes)
             finally:
                 os._exit(0)
 
 
-def _compile(works: Works) -> None:
-    """Compile the kernels of some works."""
+def _compile(passes: Passes) -> None:
+    """Compile the kernels of these passes."""
     global compiles_only
     compiles_only = True
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -88,7 +88,7 @@ def _compile(works: Works) -> None:
         sys.stdout = sys.stderr = null  # in notebooks they have no descriptor
         for output in (1, 2):
             os.dup2(null.fileno(), output)
-        for work in works():
+        for run in passes():
             # A backward pass may miss what its forward pass keeps for it.
             with suppress(Exception):
-                work()
+                run()

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from caffepy.backend.cpu.jit import compiler, helper
-from caffepy.backend.cpu.jit.helper import helped
+from caffepy.backend.cpu.jit import compile_helper as helper
+from caffepy.backend.cpu.jit import compiler
+from caffepy.backend.cpu.jit.compile_helper import compile_helper
 from caffepy.backend.cpu.jit.kernel import Floats, Int, Kernel
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="no helper is forked there")
@@ -59,7 +60,7 @@ def wait_for(what: Callable[[], bool]) -> bool:
 
 
 def test_the_helper_compiles_what_the_pass_has_not_reached_and_executes_nothing(folder: Path, x: np.ndarray):
-    with helped(lambda: [partial(run, last, x)]):
+    with compile_helper(lambda: [partial(run, last, x)]):
         assert not is_cached(last, folder)
         run(first, x)
         assert wait_for(lambda: is_cached(last, folder))
@@ -71,14 +72,14 @@ def test_a_work_that_fails_or_prints_is_no_reason_to_stop(
     folder: Path, x: np.ndarray, capfd: pytest.CaptureFixture[str]
 ):
     works = [partial(print, "printed", flush=True), partial(run, None, x), partial(run, last, x)]
-    with helped(lambda: works):  # type: ignore[arg-type,return-value]
+    with compile_helper(lambda: works):  # type: ignore[arg-type,return-value]
         run(first, x)
         assert wait_for(lambda: is_cached(last, folder))
     assert capfd.readouterr() == ("", "")
 
 
 def test_the_helper_ends_with_the_block_or_where_memory_runs_out(x: np.ndarray):
-    with helped(lambda: [partial(time.sleep, 600)]):
+    with compile_helper(lambda: [partial(time.sleep, 600)]):
         run(first, x)
         process = helper._HELPER.process
         assert wait_for(lambda: Path(f"/proc/{process}/oom_score_adj").read_text() == "1000\n")
@@ -87,20 +88,20 @@ def test_the_helper_ends_with_the_block_or_where_memory_runs_out(x: np.ndarray):
 
 
 def test_a_program_may_wait_for_its_children(x: np.ndarray):
-    with helped(list):
+    with compile_helper(list):
         run(first, x)
         os.waitpid(helper._HELPER.process, 0)
 
 
 def test_a_pass_whose_kernels_are_cached_starts_no_helper(x: np.ndarray):
     run(first, x)
-    with helped(lambda: [partial(run, last, x)]):
+    with compile_helper(lambda: [partial(run, last, x)]):
         run(first, x)
         assert helper._HELPER.process == 0
 
 
 def test_kernels_that_cannot_be_cached_start_no_helper(x: np.ndarray, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiler, "kernels_folder", lambda: None)
-    with helped(lambda: [partial(run, last, x)]):
+    with compile_helper(lambda: [partial(run, last, x)]):
         run(first, x)
         assert helper._HELPER.process == 0
