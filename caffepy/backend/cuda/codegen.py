@@ -46,6 +46,7 @@ class Variant:
         index: C type of a pack's number.
         device_scalars: scalars that are read from device memory.
         channels: the access of each Channel argument, in the formula's order.
+        images: whether each image has its own part of the Channel arguments that have a period.
     """
 
     inputs: tuple[str, ...]
@@ -55,6 +56,7 @@ class Variant:
     index: str = "unsigned int"
     device_scalars: frozenset[str] = frozenset()
     channels: tuple[Access, ...] = ()
+    images: bool = False
 
 
 def output_names(expression: Expression) -> list[str]:
@@ -105,6 +107,27 @@ def argument_list(expression: Expression, variant: Variant) -> list[str]:
 
 def output_list(expression: Expression, variant: Variant) -> list[str]:
     return [f"{t} *{name}p_" for t, name in zip(variant.outputs, output_names(expression), strict=True)]
+
+
+def image_lines(expression: Expression, variant: Variant, image: str, packs: str, size: str = "") -> list[str]:
+    """Return statements that move the pointers to one image's part.
+
+    Args:
+        expression: the formula.
+        variant: its variant.
+        image: the image's number.
+        packs: packs per image.
+        size: packs per image of the outputs; otherwise as many as of the Each arguments.
+    """
+    if not variant.images:
+        return []
+    lines = [f"{name}_p_ += {image} * (size_t){packs} * {variant.width};" for name in named(expression, Kind.EACH)]
+    lines += [f"{name}p_ += {image} * (size_t){size or packs} * {variant.width};" for name in output_names(expression)]
+    for name, access in accesses(expression, variant).items():
+        if access.wraps:
+            width = variant.width if access.packed else 1
+            lines.append(f"{name}_p_ += {image} * (size_t){name}_size_ * {width};")
+    return lines
 
 
 def scalar_loads(variant: Variant) -> list[str]:
@@ -192,10 +215,11 @@ def once_lines(expression: Expression, variant: Variant, pack: str) -> list[str]
 
 @cache
 def apply_text(expression: Expression, variant: Variant) -> str:
-    """Return a kernel `apply_` that sets outputs to the formula of inputs for each of n_ packs."""
+    """Return a kernel `apply_` that sets outputs to the formula of inputs for each of n_ packs, of image blockIdx.y."""
     names = output_names(expression)
     parameters = [f"{variant.index} n_", *argument_list(expression, variant), *output_list(expression, variant)]
-    before = scalar_loads(variant) + once_lines(expression, variant, "threadIdx.x")
+    before = image_lines(expression, variant, "blockIdx.y", "n_")
+    before += scalar_loads(variant) + once_lines(expression, variant, "threadIdx.x")
     outputs = ", ".join(names)
     return f"""{HELPERS}{formula_text(expression)}
 extern "C" __global__ void __launch_bounds__(512) apply_({", ".join(parameters)}) {{
@@ -270,8 +294,8 @@ def _loop(expression: Expression, variant: Variant, start: str, end: str, step: 
 def reduce_columns_text(expression: Expression, variant: Variant, across: int) -> str:
     """Return a kernel `reduce_` that sums each column of a matrix of rows_ rows and size_ packs.
 
-    A block takes `across` packs of columns; blockIdx.y takes a range of rows. Channel arguments that are the same for
-    all packs of a thread (`once`) have the period of the columns.
+    A block takes `across` packs of columns; blockIdx.y takes a range of rows, blockIdx.z an image. Channel arguments
+    that are the same for all packs of a thread (`once`) have the period of the columns.
     """
     columns = across * variant.width
     outputs = output_names(expression)
@@ -286,7 +310,11 @@ def reduce_columns_text(expression: Expression, variant: Variant, across: int) -
         for k, o in enumerate(outputs)
     ]
     pack = [f"const {variant.index} i_ = at_ * size_ + c_;"]
-    before = scalar_loads(variant) + once_lines(expression, variant, "c_") + _sums(expression, variant)
+    before = image_lines(expression, variant, "blockIdx.z", "rows_ * size_", "size_")
+    if variant.images:
+        before.append(f"partial_ += blockIdx.z * (size_t)gridDim.y * {len(outputs) * variant.width} * size_;")
+        before.append("tickets_ += blockIdx.z * gridDim.x;")
+    before += scalar_loads(variant) + once_lines(expression, variant, "c_") + _sums(expression, variant)
     return f"""{HELPERS}{formula_text(expression)}
 extern "C" __global__ void __launch_bounds__(BLOCK) reduce_(unsigned int rows_, unsigned int size_,
         unsigned int rows_each_, {_parameters(expression, variant)}) {{

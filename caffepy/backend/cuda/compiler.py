@@ -36,6 +36,9 @@ RESIDENT_BLOCKS = 2 * MULTIPROCESSORS
 MAX_BLOCKS = 16 * MULTIPROCESSORS
 """Blocks that fill the largest current GPU several times over; more would only add launch overhead."""
 
+MAX_GRID = 65535
+"""Maximum blocks of a grid along its second axis, and along its third."""
+
 OPTIONS = ("--std=c++17",)
 """NVRTC options in addition to CuPy's."""
 

@@ -2,7 +2,8 @@
 
 A formula's kernel is selected by geometry: the vector width and the indexing of Channel arguments. If the block size is
 a multiple of their period, the thread's number alone gives the index; otherwise the kernel divides and takes a
-remainder. Arguments without a period are first broadcast to the whole shape. Plans are cached by formula, shapes,
+remainder. If each image has its own part of an argument, a grid axis counts images. Arguments without a period are
+first broadcast to the whole shape. Plans are cached by formula, shapes,
 dtypes and alignment, so that a call costs little more than its launch.
 
 Kernels over channel arrays are compiled for the layout and dtype of their arrays; kernels/columns.cu documents how such
@@ -15,7 +16,7 @@ contiguous axes) and general (first transposed into segments). The number of par
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from caffepy.backend.cuda.codegen import (
 from caffepy.backend.cuda.compiler import (
     C_TYPES,
     MAX_BLOCKS,
+    MAX_GRID,
     MULTIPROCESSORS,
     THREADS,
     argument,
@@ -201,7 +203,7 @@ def _launch_shape(layout: Layout, tuning: Tuning) -> tuple[tuple[int, int], tupl
         column_blocks = -(-groups // across)
     down = tuning.threads // across
     tiles = -(-layout.rows // (tuning.rows * down))
-    most = max(1, SUM_BLOCKS // column_blocks) if tuning.sums else 65535
+    most = max(1, SUM_BLOCKS // column_blocks) if tuning.sums else MAX_GRID
     return (column_blocks, max(1, min(tiles, most))), (across, down)
 
 
@@ -354,20 +356,28 @@ def _plan_apply(call: Call) -> FormulaLaunch | None:
     """Return the kernel of an elementwise call, or None if a Channel argument has no period."""
     shape = call.outputs[0].shape
     periods = {name: period for name, period in call.periods(shape).items() if period is not None}
-    if len(periods) < len(call.of_kind(Kind.CHANNEL)):
+    images = _common_images(periods.values())
+    if len(periods) < len(call.of_kind(Kind.CHANNEL)) or images == 0:
         return None
     call.check()
-    size = math.prod(shape)
+    size = math.prod(shape) // images
     width = pack_width(call, (*call.of_kind(Kind.EACH).values(), *call.outputs), periods, size)
     packs = size // width
     threads = _threads([repeat for p in periods.values() if (repeat := _repeat(p, width))])
     channels = tuple(access(p, width, threads) for p in periods.values())
-    index, unroll = index_type(packs), _unroll(call, packs, channels)
+    index, unroll = index_type(packs), _unroll(call, packs * images, channels)
     types = (call.each_types(), call.output_types())
-    variant = Variant(*types, width, unroll, index, call.device_scalars(), channels)
+    variant = Variant(*types, width, unroll, index, call.device_scalars(), channels, images > 1)
     kernel = compiled(kernel_text("common") + apply_text(call.expression, variant), "apply_")
     blocks = -(-packs // (threads * unroll))
-    return FormulaLaunch(kernel, (blocks,), (threads,), (count_argument(packs, index),), extras(call, periods, width))
+    head = (count_argument(packs, index),)
+    return FormulaLaunch(kernel, (blocks, images), (threads,), head, extras(call, periods, width))
+
+
+def _common_images(periods: Collection[Period]) -> int:
+    """Return the images that have their own parts of the Channel arguments; 0 if one launch cannot compute them."""
+    images = max((period.images for period in periods), default=1)
+    return images if images <= MAX_GRID and all(p.images == images or p.size == 1 for p in periods) else 0
 
 
 def index_type(packs: int) -> str:
@@ -506,10 +516,12 @@ class ReductionLaunch(NamedTuple):
     Args:
         launch: its kernel.
         partial: number of partial sums; 0 if each result is computed by one block.
+        tickets: number of results' groups that blocks share.
     """
 
     launch: FormulaLaunch
     partial: int
+    tickets: int
 
 
 def reduce(
@@ -533,7 +545,7 @@ def reduce(
         _reduce_general(formula, inputs, outputs, axis, accumulate, scratch)
         return
     partial = scratch.get("partial sums", plan.partial, "float64")
-    tickets = scratch.tickets(plan.launch.grid[0] if plan.partial else 1)
+    tickets = scratch.tickets(plan.tickets if plan.partial else 1)
     plan.launch.run(inputs, outputs, partial, tickets, np.int32(accumulate))
 
 
@@ -548,11 +560,13 @@ def _reduction_launch(call: Call, shape: tuple[int, ...]) -> ReductionLaunch | N
     periods = {name: period for name, period in call.periods(shape).items() if period is not None}
     if target is None or len(periods) < len(call.of_kind(Kind.CHANNEL)):
         return None
+    aligned = all(p == target or p.size == 1 for p in periods.values())
+    if _common_images((target, *periods.values())) == 0 or (target.images > 1 and not aligned):
+        return None
     call.check()
     if target.size == 1:
         target = Period(1, 1, math.prod(shape))
     by_columns = target.inner == 1 and target.size > 1
-    aligned = all(p == target or p.size == 1 for p in periods.values())
     span = target.size if by_columns else target.inner
     width = pack_width(call, tuple(call.of_kind(Kind.EACH).values()), periods, span) if aligned else 1
     unroll = max(1, LOADS // len(call.of_kind(Kind.EACH)) // (2 if by_columns else 1))
@@ -564,6 +578,7 @@ def _reduction_launch(call: Call, shape: tuple[int, ...]) -> ReductionLaunch | N
         index_type(math.prod(shape) // width),
         call.device_scalars(),
         tuple(_access(p, target, width, by_columns) for p in periods.values()),
+        target.images > 1,
     )
     return (_plan_columns if by_columns else _plan_segments)(call, variant, target, extras(call, periods, width))
 
@@ -587,13 +602,15 @@ def _plan_columns(call: Call, variant: Variant, target: Period, more: tuple[tupl
     across = min(32, SEGMENT // (variant.width * item), 1 << (packs - 1).bit_length())
     grid = -(-packs // across)
     # As many blocks as fill a device of MULTIPROCESSORS, unless a thread would have too few packs for the second step.
-    splits = max(1, min(SPLIT_BLOCKS // grid, -(-rows // (THREADS // across * PACKS_EACH))))
+    images = target.images
+    splits = max(1, min(SPLIT_BLOCKS // (grid * images), -(-rows // (THREADS // across * PACKS_EACH))))
     each = -(-rows // splits)
     splits = -(-rows // each)
     kernel = compiled(_text(reduce_columns_text(call.expression, variant, across)), "reduce_")
     head = (np.uint32(rows), np.uint32(packs), np.uint32(each))
-    launch = FormulaLaunch(kernel, (grid, splits), (THREADS,), head, more)
-    return ReductionLaunch(launch, len(call.outputs) * splits * target.size if splits > 1 else 0)
+    launch = FormulaLaunch(kernel, (grid, splits, images), (THREADS,), head, more)
+    partial = len(call.outputs) * splits * target.size * images
+    return ReductionLaunch(launch, partial if splits > 1 else 0, grid * images)
 
 
 def _plan_segments(call: Call, variant: Variant, target: Period, more: tuple[tuple[Any, ...], ...]) -> ReductionLaunch:
@@ -611,7 +628,7 @@ def _plan_segments(call: Call, variant: Variant, target: Period, more: tuple[tup
         count_argument(each, index),
     )
     launch = FormulaLaunch(kernel, (target.size, splits), (threads,), head, more)
-    return ReductionLaunch(launch, len(call.outputs) * splits * target.size if splits > 1 else 0)
+    return ReductionLaunch(launch, len(call.outputs) * splits * target.size if splits > 1 else 0, target.size)
 
 
 def _reduce_general(

@@ -1,7 +1,8 @@
 """Index arithmetic: map an element's offset in one array to its offset in another.
 
 Implements `axis`: Channel arguments, reductions and classes treat a large array in memory as (outer, size, inner) and
-index the small one by (index / inner) % size. Also determines the axes of a strided copy.
+index the small one by (index / inner) % size, in channels-last memory with a part of the small one for each image. Also
+determines the axes of a strided copy.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from caffepy.backend.types import WIDE_LOAD, Array, memory_axes
 
 @dataclass(frozen=True)
 class Period:
-    """The large array in memory order as (outer, size, inner), where `size` indexes the small array."""
+    """The large array in memory order as (images, outer, size, inner); (images, size) indexes the small array."""
 
     outer: int
     size: int
     inner: int
+    images: int = 1
 
 
 @lru_cache(maxsize=4096)
@@ -36,9 +38,9 @@ def find_period(shape: tuple[int, ...], small: tuple[int, ...], axis: int) -> Pe
     assert all(shape[axis + i] == d for i, d in enumerate(small) if d != 1), (shape, small, axis)
     order = [a for a in memory_axes(len(shape)) if shape[a] != 1]
     first = order.index(kept[0])
-    # An axis of the large array lies between those of the small one: no division and remainder give its index.
     if order[first : first + len(kept)] != kept:
-        return None
+        # An axis of the large array lies between those of the small one. In an image it may be a period.
+        return Period(math.prod(shape[2:]), shape[1], 1, shape[0]) if kept == [0, 1] and order[-1] == 1 else None
     outer = math.prod(shape[a] for a in order[:first])
     inner = math.prod(shape[a] for a in order[first + len(kept) :])
     return Period(outer, math.prod(small), inner)

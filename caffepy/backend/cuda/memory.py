@@ -27,6 +27,7 @@ import numpy as np
 from caffepy.backend import types
 from caffepy.backend.cuda.compiler import (
     C_TYPES,
+    MAX_GRID,
     RESIDENT_BLOCKS,
     THREADS,
     Launch,
@@ -558,7 +559,7 @@ def _is_transposition(axes: list[StridedAxis]) -> bool:
     rows = [axis for axis in axes if axis.source == 1]
     columns = axes[-1]
     wide = len(rows) == 1 and rows[0] is not columns and min(rows[0].size, columns.size) >= TILE // 2
-    return wide and columns.destination == 1 and columns.size < TILE * 65535
+    return wide and columns.destination == 1 and columns.size < TILE * MAX_GRID
 
 
 def _plan_transposition(ends: Ends, axes: list[StridedAxis]) -> Launch:
@@ -566,7 +567,7 @@ def _plan_transposition(ends: Ends, axes: list[StridedAxis]) -> Launch:
     outer = [axis for axis in axes if axis is not rows and axis is not columns]
     inner, last = [*outer[::-1], StridedAxis(1, 0, 0), StridedAxis(1, 0, 0)][:2]
     batches = inner.size * last.size
-    grid = (-(-rows.size // TILE), -(-columns.size // TILE), min(batches, 65535))
+    grid = (-(-rows.size // TILE), -(-columns.size // TILE), min(batches, MAX_GRID))
     arguments = (
         np.uint32(rows.size),
         np.uint32(columns.size),

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from caffepy.backend.cuda.compiler import (
+    MAX_GRID,
     MULTIPROCESSORS,
     THREADS,
     Launch,
@@ -42,9 +43,6 @@ MIN_WINDOW_FOR_NARROW_LOADS = 25
 
 MIN_WIDTH = 2
 """Minimum channels per thread when the vector width is reduced."""
-
-MAX_IMAGES = 65535
-"""Maximum blocks of a grid along its second axis."""
 
 FEW_CHANNELS = 4
 """Maximum channels per thread for which registers suffice for that."""
@@ -139,7 +137,7 @@ def _width(case: Pooling) -> int:
 def _is_whole_plane(case: Pooling) -> bool:
     """Return whether one large window covers the whole plane. Gradients of the maximum have no kernel for that."""
     g, plane = case.geometry, case.image[2:]
-    few = case.image[0] <= MAX_IMAGES and math.prod(plane) >= LARGE_PLANE
+    few = case.image[0] <= MAX_GRID and math.prod(plane) >= LARGE_PLANE
     whole = g.kernel == plane and case.pooled[2:] == (1, 1) and not any(g.pad)
     return few and whole and case.name != "max_backward"
 

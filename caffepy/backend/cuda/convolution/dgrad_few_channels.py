@@ -10,7 +10,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from caffepy.backend.cuda.compiler import C_TYPES, RESIDENT_BLOCKS, defines, launch, launch_blocks, library_kernel
+from caffepy.backend.cuda.compiler import (
+    C_TYPES,
+    MAX_GRID,
+    RESIDENT_BLOCKS,
+    defines,
+    launch,
+    launch_blocks,
+    library_kernel,
+)
 from caffepy.backend.cuda.convolution.algorithm import Operands, Resources, sum_parts
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task, axis_of, residues_text
 from caffepy.backend.cuda.convolution.rewritten import CUDNN_SLOW_WINDOW
@@ -122,9 +130,6 @@ ROWS, TILE_W, SPLIT = 8, 64, 4
 MAX_FLOATS = 12288
 """Floats of shared memory that a block may use without opting in."""
 
-MAX_IMAGES = 65535
-"""Maximum blocks of a grid along its second axis."""
-
 
 def suits_large_windows(task: Task) -> bool:
     """Return whether the kernels support a task and may be the fastest."""
@@ -133,7 +138,7 @@ def suits_large_windows(task: Task) -> bool:
         return False
     if g.stride != (1, 1) or g.dilation != (1, 1) or math.prod(g.kernel) < CUDNN_SLOW_WINDOW:
         return False
-    if problem.x[1] > MAX_CHANNELS or problem.x[0] * problem.x[1] > MAX_IMAGES:
+    if problem.x[1] > MAX_CHANNELS or problem.x[0] * problem.x[1] > MAX_GRID:
         return False
     if math.prod(problem.x) * problem.weights[0] * math.prod(g.kernel) > MAX_MULTIPLICATIONS:
         return False

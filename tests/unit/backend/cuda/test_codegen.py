@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -73,3 +74,15 @@ def test_every_sum_of_a_reduction_is_written_once(width: int) -> None:
     for text in (reduce_columns_text(awkward, chosen, 8), reduce_segments_text(awkward, chosen)):
         for output in ("o0_p_", "o1_p_"):
             assert len(re.findall(rf"put_total\({output} ", text)) == 1
+
+
+def test_each_image_has_its_part_of_a_channel_argument() -> None:
+    chosen = replace(variant(4, Access(wraps=True, packed=True, once=True)), images=True)
+    text = apply_text(awkward, chosen)
+    for line in ("double_p_ += blockIdx.y * (size_t)n_ * 4;", "o1_p_ += blockIdx.y * (size_t)n_ * 4;"):
+        assert line in text
+    assert "class__p_ += blockIdx.y * (size_t)class__size_ * 4;" in text
+    text = reduce_columns_text(awkward, chosen, 8)
+    for line in ("double_p_ += blockIdx.z * (size_t)rows_ * size_ * 4;", "o1_p_ += blockIdx.z * (size_t)size_ * 4;"):
+        assert line in text
+    assert "partial_ += blockIdx.z * (size_t)gridDim.y * 8 * size_;" in text

@@ -31,9 +31,11 @@ def test_a_period_finds_the_element_that_broadcasting_finds(case: tuple[tuple[in
     values = np.arange(np.prod(small)).reshape(small)
     spread = values.reshape((1,) * axis + small + (1,) * (len(shape) - axis - axes))
     wanted = in_memory_order(np.broadcast_to(spread, shape))
-    places = np.arange(np.prod(shape)) // period.inner % period.size
+    numbers = np.arange(np.prod(shape))
+    image = period.outer * period.size * period.inner
+    places = numbers // image * period.size + numbers // period.inner % period.size
     assert np.array_equal(in_memory_order(values)[places], wanted)
-    assert period.outer * period.size * period.inner == np.prod(shape)
+    assert image * period.images == np.prod(shape)
 
 
 def test_common_cases_have_a_period() -> None:
@@ -45,9 +47,15 @@ def test_common_cases_have_a_period() -> None:
     assert find_period((8, 3, 5, 7), (), 1) == Period(840, 1, 1)
 
 
+def test_channels_of_images_have_a_period_in_each_image() -> None:
+    assert find_period((8, 3, 5, 7), (8, 3), 0) == Period(35, 3, 1, 8)
+    assert find_period((8, 3, 5, 7, 2), (8, 3, 1, 1, 1), 0) == Period(70, 3, 1, 8)
+    assert find_period((8, 3, 1, 1), (8, 3), 0) == Period(1, 24, 1)
+
+
 def test_channels_before_places_have_none_in_channels_last_memory() -> None:
     assert find_period((8, 3, 5, 7), (3, 5, 7), 1) is None
-    assert find_period((8, 3, 5, 7), (8, 3), 0) is None
+    assert find_period((8, 3, 5, 7), (8, 3, 5), 0) is None
 
 
 @settings(max_examples=200)
