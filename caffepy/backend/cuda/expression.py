@@ -560,13 +560,13 @@ def _reduction_launch(call: Call, shape: tuple[int, ...]) -> ReductionLaunch | N
     periods = {name: period for name, period in call.periods(shape).items() if period is not None}
     if target is None or len(periods) < len(call.of_kind(Kind.CHANNEL)):
         return None
-    aligned = all(p == target or p.size == 1 for p in periods.values())
-    if _common_images((target, *periods.values())) == 0 or (target.images > 1 and not aligned):
+    if _common_images((target, *periods.values())) != target.images:
         return None
     call.check()
     if target.size == 1:
         target = Period(1, 1, math.prod(shape))
     by_columns = target.inner == 1 and target.size > 1
+    aligned = all(p == target or p.size == 1 for p in periods.values())
     span = target.size if by_columns else target.inner
     width = pack_width(call, tuple(call.of_kind(Kind.EACH).values()), periods, span) if aligned else 1
     unroll = max(1, LOADS // len(call.of_kind(Kind.EACH)) // (2 if by_columns else 1))

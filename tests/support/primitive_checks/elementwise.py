@@ -64,7 +64,7 @@ SUMMED = [
     (200, 500),
     (5, 3, 9, 9, 9),
 ]
-EACH_SAMPLE = [(3, 40, 37, 29), (2, 5, 64, 65), (4, 130, 7, 7), (2, 9, 8, 9, 10)]
+EACH_SAMPLE = [(3, 40, 37, 29), (2, 64, 90, 70), (300, 8, 5, 5), (2, 5, 64, 65), (4, 130, 7, 7), (2, 9, 8, 9, 10)]
 """Images whose samples have a number for each channel, as in Squeeze-and-Excitation."""
 
 
