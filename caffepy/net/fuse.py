@@ -1,7 +1,8 @@
 """Layer fusion: adjacent layers are computed as one.
 
 Fused groups: Convolution or InnerProduct with the ReLU behind it, InnerProduct also with a Sigmoid or TanH; BatchNorm
-with the Scale, Eltwise sum, ReLU and Split behind it; Reshape, Permute and Reshape that shuffle channels. The
+with the Scale, Eltwise sum, ReLU and Split behind it; another Eltwise sum with the ReLU and Split behind it; Reshape,
+Permute and Reshape that shuffle channels. The
 convolution before a BatchNorm can compute its statistics; the depthwise convolution behind it can compute its gradient
 sums. Only the net's schedule changes: the layers and their parameters stay, and each fused layer keeps its members.
 Results equal the unfused ones up to rounding.
@@ -11,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from caffepy.backend import Array
-from caffepy.backend.formulas import rectified_with_channel
+from caffepy.backend import Array, Each, expression
+from caffepy.backend.formulas import plus_rectified, rectified_with_channel, where_positive
 from caffepy.backend.types import BatchNormState, NormalisedBottom, mask_bytes
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.activation import ActivationLayer
@@ -146,6 +147,56 @@ class FusedActivation(FusedLayer):
         first.propagate(bottom[0], y.diff, propagate_down[0])
 
 
+@expression
+def both_gradients(y: Each, dy: Each) -> tuple[Each, Each]:
+    dx = dy if y > 0 else 0.0
+    return dx, dx
+
+
+@expression
+def both_gradients_of_two(y: Each, dy: Each, other: Each) -> tuple[Each, Each]:
+    dx = dy + other if y > 0 else 0.0
+    return dx, dx
+
+
+class FusedSum(FusedLayer):
+    """y = max(a + b, 0), with one top for each reader: an Eltwise sum, a ReLU and optionally a Split.
+
+    The tops' diffs are overwritten: no other layer reads them.
+
+    Args:
+        members: the layers.
+        gradient_tops: for each top whether it receives a gradient.
+    """
+
+    def __init__(self, members: Sequence[Layer], gradient_tops: Sequence[bool]) -> None:
+        super().__init__(members)
+        self._gradient_tops = list(gradient_tops)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        self.members[0].reshape(bottom, top)
+        for blob in top[1:]:
+            blob.reshape(top[0].shape)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        y = top[0].data
+        self.backend.apply(plus_rectified, [blob.data for blob in bottom], (y,))
+        for blob in top[1:]:
+            blob.bind(data=y)
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        dys = _wanted_diffs(top, self._gradient_tops)
+        dxs = [blob.diff for blob, down in zip(bottom, propagate_down, strict=True) if down]
+        if not dxs:
+            return
+        if len(dys) > len(dxs):  # the formulas add up two gradients, or take one for a single bottom
+            first = len(dxs) - 1
+            self.backend.add_n(dys[first:], dys[first])
+            del dys[first + 1 :]
+        formula = where_positive if len(dxs) == 1 else both_gradients if len(dys) == 1 else both_gradients_of_two
+        self.backend.apply(formula, (top[0].data, *dys), dxs)
+
+
 class FusedNormalisation(FusedLayer):
     """y = max(scale * normal(x) + bias + residual, 0), with one top for each reader.
 
@@ -244,8 +295,7 @@ class FusedNormalisation(FusedLayer):
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         x, n = bottom[0].data, self._normalisation()
-        wanted = [blob for blob, comes in zip(top, self._gradient_tops, strict=True) if comes] or list(top[:1])
-        dys = [blob.diff for blob in wanted]
+        dys = _wanted_diffs(top, self._gradient_tops)
         total = self._total(dys, bottom, propagate_down)
         scale, bias = self._added or self._gradient_targets()
         if self._added is None:
@@ -337,6 +387,11 @@ class MeasuredConvolution(FusedLayer):
         self._convolution.propagate_normalised(gradients, norm.as_bottom(x.data, True), top[0].diff, bottom[0].diff)
 
 
+def _wanted_diffs(top: Blobs, gradient_tops: Sequence[bool]) -> list[Array]:
+    """Return the diffs of the tops that receive a gradient, or that of the first top, which a program may write."""
+    return [blob.diff for blob, comes in zip(top, gradient_tops, strict=True) if comes] or [top[0].diff]
+
+
 Chain = list[int]
 """Indices of the nodes to fuse, in order."""
 
@@ -368,6 +423,8 @@ class Fusion:
                 self._fuse_activation(index)
             elif index not in self._claimed and node.layer.type == "Reshape":
                 self._fuse_shuffle(index)
+            elif index not in self._claimed and node.layer.type == "Eltwise":
+                self._fuse_sum(index)
         order = range(len(self._nodes))
         self._add_up_in_convolutions()
         return [self._result.get(i, self._nodes[i]) for i in order if i in self._result or i not in self._claimed]
@@ -469,6 +526,18 @@ class Fusion:
     def _overwritten(self, index: int, blob: Blob) -> bool:
         """Return whether a node after `index` writes into the blob."""
         return any(blob in node.tops for node in self._nodes[index + 1 :])
+
+    # -- Eltwise + ReLU + Split ------------------------------------------------------------------------
+
+    def _fuse_sum(self, index: int) -> None:
+        node, chain = self._nodes[index], [index]
+        if node.bottoms[0] in node.tops or not self._is_plain_sum(index, node.bottoms[0]):
+            return
+        self._add_ending(chain, with_sum=False)
+        if len(chain) > 1 and self._is_plain_relu(chain[1]):
+            fused = FusedSum([self._nodes[i].layer for i in chain], self._gradient_tops(chain[-1]))
+            tops = self._nodes[chain[-1]].tops
+            self._claim(chain, Node(fused, node.bottoms, tops, node.propagate_down, node.need_backward))
 
     # -- BatchNorm + Scale + Eltwise + ReLU + Split ----------------------------------------------------
 

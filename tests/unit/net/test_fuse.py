@@ -13,6 +13,7 @@ from fusion_nets import (
     changed,
     check_alike,
     convolution,
+    in_place,
     layer,
     names_of,
     norm,
@@ -42,6 +43,21 @@ def dense(name: str, bottom: str, outputs: int, setting: str = "") -> str:
     return f"""layer {{ name: "{name}" type: "InnerProduct" bottom: "{bottom}" top: "{name}" inner_product_param {{
       num_output: {outputs} weight_filler {{ type: "xavier" }} bias_filler {{ type: "uniform" min: -1 max: 1 }}
       {setting} }} }}"""
+
+
+BRANCHES = "biased a data a; biased b a b; "
+GATE = (
+    layer("Pooling", "b", "mean", "pooling_param { pool: AVE global_pooling: true }")
+    + dense("g", "mean", 8)
+    + layer("Sigmoid", "g")
+    + layer("Scale", "b g", "scaled", "scale_param { axis: 0 }")
+)
+
+
+def summed(setting: str = "", bottoms: str = "a b", after: str = "") -> str:
+    """Two convolutions, a sum of their tops, a ReLU, other layers in place, and a loss."""
+    branches = DATA + convolution("a", "data", "a", bias=True) + convolution("b", "a", "b", bias=True)
+    return branches + layer("Eltwise", bottoms, "s", setting) + relu("s") + after + LOSS % "s"
 
 
 END = 'layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }'
@@ -156,6 +172,74 @@ NETS = {
         chain("biased a data a; relu a; biased b data b; relu b; sum sum a b a; relu a r", "r"),
         ["a", "a_relu", "b + b_relu", "sum", "r_relu"],
     ),
+    "a sum and its ReLU": (
+        chain(BRANCHES + "sum s a b; relu s r", "r"),
+        ["a", "b", "s + r_relu"],
+    ),
+    "a sum with the data": (
+        chain("biased a data a; conv b a b 5; sum s data b; relu s", "s"),
+        ["s + s_relu"],
+    ),
+    "sums that several layers read": (
+        chain(
+            BRANCHES + "sum s a b; relu s; conv c s c; conv d s d; sum t s c; relu t; sum u t d; relu u; "
+            "conv e u e; conv f u f; conv g u g; sum v e f; sum w v g; sum x u w; relu x",
+            "x",
+        ),
+        ["s + s_relu + s_s_relu_0_split", "t + t_relu", "u + u_relu + u_u_relu_0_split", "v", "w", "x + x_relu"],
+    ),
+    "a sum behind a product with a gate": (
+        DATA
+        + convolution("a", "data", "a")
+        + norm("n", "a", "n")
+        + relu("n")
+        + convolution("b", "n", "b", bias=True)
+        + GATE
+        + total("sum", "n", "scaled")
+        + relu("sum")
+        + LOSS % "sum",
+        ["Scale_scaled", "sum + sum_relu"],
+    ),
+    "a sum before Dropout": (
+        summed(after=layer("Dropout", "s")),
+        ["Eltwise_s + s_relu"],
+    ),
+    "a sum with one gradient": (
+        summed("propagate_down: false propagate_down: true"),
+        ["Eltwise_s + s_relu"],
+    ),
+    "a sum with one gradient that several layers read": (
+        chain(BRANCHES + "sum s a b; relu s; conv c s c; sum t s c; sum u t s", "u").replace(
+            'top: "s"', 'top: "s" propagate_down: true propagate_down: false', 1
+        ),
+        ["s + s_relu + s_s_relu_0_split", "t", "u"],
+    ),
+    "a sum with a loss weight": (
+        chain(BRANCHES + "sum s a b; relu s r", "r").replace('top: "s"', 'top: "s" loss_weight: 0.1'),
+        ["s", "r_relu"],
+    ),
+    "a sum before a loss weight": (
+        chain(BRANCHES + "sum s a b; relu s r", "b").replace('top: "r"', 'top: "r" loss_weight: 0.1'),
+        ["s", "r_relu"],
+    ),
+    "a sum whose reader has a loss weight": (
+        chain(BRANCHES + "sum s a b; relu s r", "r").replace('top: "r"', 'top: "r" loss_weight: 0.1'),
+        ["s + r_relu", "r_r_relu_0_split"],
+    ),
+    "a sum of one blob with itself": (
+        summed(bottoms="a a").replace('bottom: "b" top: "b"', 'bottom: "data" top: "b"') + layer("Silence", "b", " "),
+        ["Eltwise_s + s_relu"],
+    ),
+    **{
+        f"a sum left alone, {name}": (text, ["Eltwise_s", "s_relu"])
+        for name, text in (
+            ("overwritten", summed(after=in_place("s", "Dropout", "TanH"))),
+            ("a factor", summed("eltwise_param { coeff: 1 coeff: -1 }")),
+            ("a maximum", summed("eltwise_param { operation: MAX }")),
+            ("three bottoms", summed(bottoms="a b a")),
+            ("a slope", summed().replace('type: "ReLU"', 'type: "ReLU" relu_param { negative_slope: 0.1 }')),
+        )
+    },
     "channels at axis 2": (
         DATA + changed(convolution("c", "data", "c", bias=True), "axis: 2", 2) + relu("c") + LOSS % "c",
         ["c", "c_relu"],
