@@ -368,7 +368,7 @@ class AxpyLayer(Layer):
             raise self.error(f"cannot work in place on its second bottom, '{x.name}', which its gradient needs")
         top[0].reshape(x.shape)
 
-    def _factors(self, a: Array) -> Array:
+    def factors(self, a: Array) -> Array:
         """Return the factors as (N, C) in float32."""
         rows = self.backend.flat(a).reshape(a.shape[:2])
         if self.dtype == "float32":
@@ -379,7 +379,7 @@ class AxpyLayer(Layer):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         a, x, b = (blob.data for blob in bottom)
-        self.backend.apply(scaled_sum, (x, b, self._factors(a)), (top[0].data,), 0)
+        self.backend.apply(scaled_sum, (x, b, self.factors(a)), (top[0].data,), 0)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         a, x, b = bottom
@@ -388,6 +388,6 @@ class AxpyLayer(Layer):
             self.backend.reduce(product, (x.data, top[0].diff), (sums,), 0)
             self.backend.copy(sums, self.backend.flat(a.diff).reshape(a.shape[:2]))
         if propagate_down[1]:
-            self.backend.apply(product_with_channel, (top[0].diff, self._factors(a.data)), (x.diff,), 0)
+            self.backend.apply(product_with_channel, (top[0].diff, self.factors(a.data)), (x.diff,), 0)
         if propagate_down[2] and b is not top[0]:
             self.backend.copy(top[0].diff, b.diff)

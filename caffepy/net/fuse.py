@@ -1,18 +1,17 @@
 """Layer fusion: adjacent layers are computed as one.
 
 Fused groups: Convolution or InnerProduct with the ReLU behind it, InnerProduct also with a Sigmoid or TanH; BatchNorm
-with the Scale, Eltwise sum, ReLU and Split behind it; another Eltwise sum with the ReLU and Split behind it; Reshape,
-Permute and Reshape that shuffle channels. The
-convolution before a BatchNorm can compute its statistics; the depthwise convolution behind it can compute its gradient
-sums. Only the net's schedule changes: the layers and their parameters stay, and each fused layer keeps its members.
-Results equal the unfused ones up to rounding.
+with the Scale, Eltwise sum, ReLU and Split behind it; another Eltwise sum, or a gate and its sum, with the ReLU and
+Split behind it; Reshape, Permute and Reshape that shuffle channels. The convolution before a BatchNorm can compute its
+statistics; the depthwise convolution behind it can compute its gradient sums. Only the net's schedule changes: the
+layers and their parameters stay, and each fused layer keeps its members. Results equal the unfused ones up to rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from caffepy.backend import Array, Each, expression
+from caffepy.backend import Array, Channel, Each, Expression, expression
 from caffepy.backend.formulas import plus_rectified, rectified_with_channel, where_positive
 from caffepy.backend.types import BatchNormState, NormalisedBottom, mask_bytes
 from caffepy.formats.proto import caffe_pb2
@@ -22,7 +21,7 @@ from caffepy.layers.blob import Blob
 from caffepy.layers.convolution import ConvolutionLayer
 from caffepy.layers.inner_product import InnerProductLayer
 from caffepy.layers.layer import Blobs, Layer, ScratchBuffer
-from caffepy.layers.scale import BroadcastLayer, ScaleLayer
+from caffepy.layers.scale import AxpyLayer, BroadcastLayer, ScaleLayer
 from caffepy.layers.tensor import transpose_channels
 from caffepy.net.graph import Node
 
@@ -148,6 +147,16 @@ class FusedActivation(FusedLayer):
 
 
 @expression
+def gated_rectified(x: Each, b: Each, factor: Channel) -> Each:
+    return max(factor * x + b, 0.0)
+
+
+@expression
+def gradient_of_two(y: Each, dy: Each, other: Each) -> Each:
+    return dy + other if y > 0 else 0.0
+
+
+@expression
 def both_gradients(y: Each, dy: Each) -> tuple[Each, Each]:
     dx = dy if y > 0 else 0.0
     return dx, dx
@@ -179,22 +188,59 @@ class FusedSum(FusedLayer):
             blob.reshape(top[0].shape)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
+        self._apply(plus_rectified, [blob.data for blob in bottom], top)
+
+    def _apply(self, formula: Expression, inputs: Sequence[Array], top: Blobs, axis: int = 1) -> None:
         y = top[0].data
-        self.backend.apply(plus_rectified, [blob.data for blob in bottom], (y,))
+        self.backend.apply(formula, inputs, (y,), axis)
         for blob in top[1:]:
             blob.bind(data=y)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        dys = _wanted_diffs(top, self._gradient_tops)
-        dxs = [blob.diff for blob, down in zip(bottom, propagate_down, strict=True) if down]
+        self._add_up(top, [blob.diff for blob, down in zip(bottom, propagate_down, strict=True) if down])
+
+    def _add_up(self, top: Blobs, dxs: Sequence[Array]) -> None:
+        """Write the sum of the tops' gradients, where the ReLU was on, to one or two arrays."""
         if not dxs:
             return
-        if len(dys) > len(dxs):  # the formulas add up two gradients, or take one for a single bottom
-            first = len(dxs) - 1
-            self.backend.add_n(dys[first:], dys[first])
-            del dys[first + 1 :]
-        formula = where_positive if len(dxs) == 1 else both_gradients if len(dys) == 1 else both_gradients_of_two
-        self.backend.apply(formula, (top[0].data, *dys), dxs)
+        dys = _wanted_diffs(top, self._gradient_tops)
+        if len(dys) > 2:
+            self.backend.add_n(dys[1:], dys[1])
+        one, two = (where_positive, gradient_of_two) if len(dxs) == 1 else (both_gradients, both_gradients_of_two)
+        self.backend.apply(one if len(dys) == 1 else two, (top[0].data, *dys[:2]), dxs)
+
+
+class FusedGate(FusedSum):
+    """y = max(factor * x + b, 0): an Axpy, or a Scale with two bottoms and an Eltwise sum; a ReLU, optionally a Split.
+
+    Bottoms: factor, x and b, as of Axpy. The sum's gradient equals b's gradient and is stored in its diff.
+    """
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        gate, *others = self.members
+        if isinstance(gate, AxpyLayer):
+            gate.reshape(bottom, top)
+        else:
+            gate.reshape(bottom[1::-1], top)
+            others[0].reshape(bottom[1:], top)
+        for blob in top[1:]:
+            blob.reshape(top[0].shape)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        gate, (factor, x, b) = self.members[0], (blob.data for blob in bottom)
+        if isinstance(gate, AxpyLayer):
+            self._apply(gated_rectified, (x, b, gate.factors(factor)), top, 0)
+        else:
+            assert isinstance(gate, ScaleLayer)
+            self._apply(gated_rectified, (x, b, factor), top, gate.axis)
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        gate, summed = self.members[0], bottom[2]
+        self._add_up(top, [summed.diff])
+        if isinstance(gate, AxpyLayer):
+            gate.backward([summed], [*propagate_down[:2], False], bottom)
+        else:
+            gate.backward([summed], propagate_down[1::-1], bottom[1::-1])
 
 
 class FusedNormalisation(FusedLayer):
@@ -423,6 +469,8 @@ class Fusion:
                 self._fuse_activation(index)
             elif index not in self._claimed and node.layer.type == "Reshape":
                 self._fuse_shuffle(index)
+            elif index not in self._claimed and node.layer.type in ("Axpy", "Scale"):
+                self._fuse_gate(index)
             elif index not in self._claimed and node.layer.type == "Eltwise":
                 self._fuse_sum(index)
         order = range(len(self._nodes))
@@ -538,6 +586,24 @@ class Fusion:
             fused = FusedSum([self._nodes[i].layer for i in chain], self._gradient_tops(chain[-1]))
             tops = self._nodes[chain[-1]].tops
             self._claim(chain, Node(fused, node.bottoms, tops, node.propagate_down, node.need_backward))
+
+    def _fuse_gate(self, index: int) -> None:
+        node, chain = self._nodes[index], [index]
+        is_scale = isinstance(node.layer, ScaleLayer)
+        residual = self._add_ending(chain, with_sum=is_scale)
+        bottoms, down = list(node.bottoms), list(node.propagate_down)
+        if is_scale:
+            if residual is None or len(bottoms) == 1 or node.layer.blobs or bottoms[1].shape == bottoms[0].shape:
+                return
+            summing, other = self._nodes[residual], self._other_bottom(chain, residual)
+            bottoms = [*bottoms[::-1], summing.bottoms[other]]
+            down = [*down[::-1], summing.propagate_down[other]]
+        relu = next((i for i in chain if self._nodes[i].layer.type == "ReLU"), None)
+        need = any(self._nodes[i].need_backward for i in chain)
+        if relu is None or not self._is_plain_relu(relu) or need != down[2] or bottoms[1] in node.tops:
+            return
+        fused = FusedGate([self._nodes[i].layer for i in chain], self._gradient_tops(chain[-1]))
+        self._claim(chain, Node(fused, bottoms, self._nodes[chain[-1]].tops, down, need))
 
     # -- BatchNorm + Scale + Eltwise + ReLU + Split ----------------------------------------------------
 

@@ -46,12 +46,19 @@ def dense(name: str, bottom: str, outputs: int, setting: str = "") -> str:
 
 
 BRANCHES = "biased a data a; biased b a b; "
-GATE = (
-    layer("Pooling", "b", "mean", "pooling_param { pool: AVE global_pooling: true }")
-    + dense("g", "mean", 8)
-    + layer("Sigmoid", "g")
-    + layer("Scale", "b g", "scaled", "scale_param { axis: 0 }")
-)
+MEAN = layer("Pooling", "b", "mean", "pooling_param { pool: AVE global_pooling: true }")
+ROWS, GRIDS = dense("g", "mean", 8), changed(convolution("g", "mean", "g"), "pad: 0", 1)
+SCALED = layer("Scale", "b g", "scaled", "scale_param { axis: 0 }") + total("sum", "scaled", "n")
+AXPY = layer("Axpy", "g b n", "sum")
+
+
+def gated(factors: str, gate: str, after: str = LOSS % "sum") -> str:
+    """Two branches, factors for the channels of the second, a gate and its sum, a ReLU and other layers."""
+    branches = DATA + convolution("a", "data", "a") + norm("n", "a", "n") + relu("n") + convolution("b", "n", "b")
+    return branches + MEAN + factors + layer("Sigmoid", "g") + gate + relu("sum") + after
+
+
+READ_TWICE = convolution("c", "sum", "c") + total("t", "c", "sum") + LOSS % "t"
 
 
 def summed(setting: str = "", bottoms: str = "a b", after: str = "") -> str:
@@ -188,17 +195,31 @@ NETS = {
         ),
         ["s + s_relu + s_s_relu_0_split", "t + t_relu", "u + u_relu + u_u_relu_0_split", "v", "w", "x + x_relu"],
     ),
-    "a sum behind a product with a gate": (
-        DATA
-        + convolution("a", "data", "a")
-        + norm("n", "a", "n")
-        + relu("n")
-        + convolution("b", "n", "b", bias=True)
-        + GATE
-        + total("sum", "n", "scaled")
-        + relu("sum")
-        + LOSS % "sum",
+    "a gate and its sum": (gated(ROWS, SCALED), ["Scale_scaled + sum + sum_relu"]),
+    "a gate and its sum that several layers read": (
+        gated(ROWS, SCALED, READ_TWICE),
+        ["Scale_scaled + sum + sum_relu + sum_sum_relu_0_split"],
+    ),
+    "a gate that passes no gradient to its factors": (
+        gated(ROWS, SCALED.replace("scale_param", "propagate_down: [true, false] scale_param", 1)),
+        ["Scale_scaled + sum + sum_relu"],
+    ),
+    "a gate of which only the sum's other bottom gets no gradient": (
+        gated(ROWS, SCALED.replace('type: "Eltwise"', 'type: "Eltwise" propagate_down: [true, false]')),
         ["Scale_scaled", "sum + sum_relu"],
+    ),
+    "a gate and its sum without ReLU": (
+        gated(ROWS, SCALED).replace(relu("sum"), ""),
+        ["Scale_scaled", "sum"],
+    ),
+    "a gate in place": (
+        gated(ROWS, SCALED.replace('"scaled"', '"b"')).replace(MEAN, MEAN.replace('"b"', '"n"')),
+        ["Scale_scaled", "sum + sum_relu"],
+    ),
+    "an Axpy": (gated(ROWS, AXPY), ["Axpy_sum + sum_relu"]),
+    "an Axpy with factors as images that several layers read": (
+        gated(GRIDS, AXPY, READ_TWICE),
+        ["Axpy_sum + sum_relu + sum_sum_relu_0_split"],
     ),
     "a sum before Dropout": (
         summed(after=layer("Dropout", "s")),
