@@ -147,6 +147,7 @@ extern "C" __global__ void box_loss_match(const float *priors, const float *obje
     if (threadIdx.x < 32) {
         const int listed = list_objects(objects, rows, image, list);
         if (threadIdx.x == 0) number = listed, matched = 0;
+        for (int j = threadIdx.x; j < listed; j += 32) best[j] = 0;
     }
     __syncthreads();
     for (int i = threadIdx.x; i < count; i += blockDim.x) {
@@ -156,16 +157,12 @@ extern "C" __global__ void box_loss_match(const float *priors, const float *obje
         int with = UNMATCHED;
         for (int j = 0; !ignored && j < number; ++j) {
             const float shared = overlap(prior, Box(objects + (size_t)list[j] * COLUMNS + 3));
+            if (shared > MIN_OVERLAP) atomicMax(best + j, overlap_key(shared, i));
             if (shared > MIN_OVERLAP && shared > most) most = shared, with = list[j];
         }
         matches[i] = ignored ? IGNORED : UNMATCHED;
         overlaps[i] = most;
         nearest[i] = with;
-    }
-    __syncthreads();
-    for (int j = warp; j < number; j += warps) {
-        const Key key = best_prior(priors, Box(objects + (size_t)list[j] * COLUMNS + 3), matches, count);
-        if (threadIdx.x % 32 == 0) best[j] = key;
     }
     __syncthreads();
     // Each object gets a prior of its own, the strongest pair first.
