@@ -3,8 +3,9 @@
 Fused groups: Convolution or InnerProduct with the ReLU behind it, InnerProduct also with a Sigmoid or TanH; BatchNorm
 with the Scale, Eltwise sum, ReLU and Split behind it; another Eltwise sum, or a gate and its sum, with the ReLU and
 Split behind it; Reshape, Permute and Reshape that shuffle channels. The convolution before a BatchNorm can compute its
-statistics; the depthwise convolution behind it can compute its gradient sums. Only the net's schedule changes: the
-layers and their parameters stay, and each fused layer keeps its members. Results equal the unfused ones up to rounding.
+statistics; the depthwise convolution behind it can compute its gradient sums. The maximum pooling behind a Convolution
+and its ReLU computes the ReLU's gradient. Only the net's schedule changes: the layers and their parameters stay, and
+each fused layer keeps its members. Results equal the unfused ones up to rounding.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from caffepy.layers.blob import Blob
 from caffepy.layers.convolution import ConvolutionLayer
 from caffepy.layers.inner_product import InnerProductLayer
 from caffepy.layers.layer import Blobs, Layer, ScratchBuffer
+from caffepy.layers.pooling import PoolingLayer
 from caffepy.layers.scale import AxpyLayer, BroadcastLayer, ScaleLayer
 from caffepy.layers.tensor import transpose_channels
 from caffepy.net.graph import Node
@@ -115,6 +117,9 @@ class FusedActivation(FusedLayer):
     f is the ReLU if the second member has no formula `forward_with_bias`.
     """
 
+    reader_rectifies = False
+    """Whether the only reader of the top applies the activation's gradient."""
+
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         self.members[0].reshape(bottom, top)
 
@@ -134,8 +139,15 @@ class FusedActivation(FusedLayer):
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         """Run the group backward; the activation's gradient overwrites the top's diff, which no other layer reads."""
-        first, y = self.members[0], top[0]
+        first = self.members[0]
         assert isinstance(first, ConvolutionLayer | InnerProductLayer)
+        if not self.reader_rectifies:
+            self.apply_gradient(top[0])
+        first.propagate(bottom[0], top[0].diff, propagate_down[0])
+
+    def apply_gradient(self, y: Blob) -> None:
+        """Apply the activation's gradient to the diff of the top, or of its maxima, and compute the bias's gradient."""
+        first = self.members[0]
         wanted = len(first.blobs) > 1 and first.propagate_to_params[1]
         dbias = first.blobs[1].diff if wanted else None
         accumulate, gradient = wanted and first.accumulate(1), self._activation.gradient_from_top
@@ -143,7 +155,33 @@ class FusedActivation(FusedLayer):
             self.backend.relu_backward(y.data, y.diff, y.diff, dbias, accumulate)
         else:
             self.backend.activation_backward(gradient, y.data, y.diff, y.diff, dbias, accumulate)
-        first.propagate(bottom[0], y.diff, propagate_down[0])
+
+
+class RectifiedPooling(FusedLayer):
+    """The maxima over windows of y = max(x, 0), with the gradients of the ReLU and of the convolution's bias.
+
+    A maximum is positive where its element of y is, and its gradient goes to that element alone. So the ReLU's gradient
+    is taken at the maxima, which are fewer than the elements. It overwrites the top's diff, which no other layer reads.
+
+    Args:
+        pooling: the layer.
+        source: the convolution and the ReLU.
+    """
+
+    def __init__(self, pooling: Layer, source: FusedActivation) -> None:
+        super().__init__([pooling])
+        self._source = source
+        source.reader_rectifies = True
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        self.members[0].reshape(bottom, top)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        self.members[0].forward(bottom, top)
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        self._source.apply_gradient(top[0])
+        self.members[0].backward(top, propagate_down, bottom)
 
 
 @expression
@@ -561,14 +599,29 @@ class Fusion:
         last = self._nodes[reader]
         fused = FusedActivation([node.layer, last.layer])
         self._claim([index, reader], Node(fused, node.bottoms, last.tops, node.propagate_down, node.need_backward))
+        if isinstance(node.layer, ConvolutionLayer):
+            self._rectify_in_pooling([index, reader], fused)
+
+    def _rectify_in_pooling(self, chain: Chain, source: FusedActivation) -> None:
+        """Let the maximum pooling behind a convolution and its ReLU compute the ReLU's gradient."""
+        index = self._next(chain, "Pooling")
+        if index is None or not self._keeps_sign(index):
+            return
+        node, layer = self._nodes[index], self._nodes[index].layer
+        runs = self._nodes[chain[0]].need_backward and node.need_backward and node.propagate_down[0]
+        is_max = isinstance(layer, PoolingLayer) and layer.settings.pool == caffe_pb2.PoolingParameter.MAX
+        if is_max and len(node.tops) == 1 and runs:
+            self._claim([index], Node(RectifiedPooling(layer, source), node.bottoms, node.tops, [True], True))
 
     def _is_plain_relu(self, index: int) -> bool:
         """Return whether the layer is max(x, 0) and the sign of its top is intact in the backward pass."""
-        node = self._nodes[index]
-        if node.layer.param.relu_param.negative_slope != 0:
-            return False
+        return self._nodes[index].layer.param.relu_param.negative_slope == 0 and self._keeps_sign(index)
+
+    def _keeps_sign(self, index: int) -> bool:
+        """Return whether the sign of a node's first top is intact in the backward pass."""
         # In-place Dropout keeps the sign of retained elements; the gradient of dropped elements is 0.
-        writers = (later for later in self._nodes[index + 1 :] if node.tops[0] in later.tops)
+        blob = self._nodes[index].tops[0]
+        writers = (later for later in self._nodes[index + 1 :] if blob in later.tops)
         return all(writer.layer.type == "Dropout" for writer in writers)
 
     def _overwritten(self, index: int, blob: Blob) -> bool:

@@ -123,6 +123,7 @@ class WideNet(RandomNet):
                 self._follow()
                 if self._only:
                     self._chain()
+                    self._pool()
                 return
 
     def _chain(self) -> None:
@@ -141,6 +142,14 @@ class WideNet(RandomNet):
             for kind in self._random.choices(kinds, weights, k=5):
                 self._add(kind, self._settings(self._random.choice(SINGLE[kind]), stem), [stem])
             self._stays_open = 0.05
+
+    def _pool(self) -> None:
+        """Now and then a convolution, a ReLU and a pooling, one behind the other."""
+        for kind in ("Convolution", "ReLU", "Pooling") if self._open and self._chance(0.5) else ():
+            stem = self._open[-1]
+            texts = (self._settings(self._random.choice(SINGLE[kind]), stem) for _ in range(8))
+            if not any(self._add(kind, text, [stem]) for text in texts) or not self._open:
+                return
 
     def _follow(self) -> None:
         """Add what usually stands behind a layer: groups that are computed as one."""

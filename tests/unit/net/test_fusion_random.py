@@ -13,6 +13,8 @@ from training import CPU
 from wide_layers import FUSIBLE
 from wide_nets import fusible_net
 
+from caffepy.net.fuse import FusedSum, RectifiedPooling
+
 NETS, PARTS = 200, 8
 
 
@@ -34,7 +36,8 @@ def test_the_nets_hold_what_they_are_to_try() -> None:
     kinds: Counter[str] = Counter()
     seen: Counter[str] = Counter()
     for seed in range(NETS):
-        param, _ = fusible_param(fusible_net(seed))
+        param, phase = fusible_param(fusible_net(seed))
+        schedule = build(param, phase, CPU, True).schedule
         reading = Counter(bottom for layer in param.layer for bottom in layer.bottom if bottom not in layer.top)
         in_place = Counter(top for layer in param.layer for top in layer.top if top in layer.bottom)
         kinds.update(layer.type for layer in param.layer)
@@ -46,7 +49,8 @@ def test_the_nets_hold_what_they_are_to_try() -> None:
         seen["propagate_down"] += any(layer.propagate_down for layer in param.layer)
         seen["frozen"] += any(spec.HasField("lr_mult") for layer in param.layer for spec in layer.param)
         seen["force_backward"] += param.force_backward
-        seen["sums"] += any(layer.type == "Eltwise" for layer in param.layer)
+        seen["sums"] += any(isinstance(node.layer, FusedSum) for node in schedule)
+        seen["maxima"] += any(isinstance(node.layer, RectifiedPooling) for node in schedule)
     for kind in IN_PLACE & {*FUSIBLE} - {"Softmax"}:
         assert kinds[kind + " in place"] > 2, kind
     assert min(seen.values()) > 5, seen
