@@ -408,22 +408,23 @@ class PermuteLayer(RearrangingLayer):
         order, axes = list(self.param.permute_param.order), len(bottom[0].shape)
         if any(axis >= axes for axis in order) or len(set(order)) < len(order):
             raise self.error(f"permute_param.order is {order}; it must name axes below {axes}, each once")
-        self._order = (*order, *(axis for axis in range(axes) if axis not in order))
+        self.order = (*order, *(axis for axis in range(axes) if axis not in order))
+        """The bottom's axes in the order of the top."""
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        if len(bottom[0].shape) != len(self._order):
-            raise self.shape_error(f"the bottom must keep its {len(self._order)} axes", bottom[0])
-        top[0].reshape(tuple(bottom[0].shape[axis] for axis in self._order))
+        if len(bottom[0].shape) != len(self.order):
+            raise self.shape_error(f"the bottom must keep its {len(self.order)} axes", bottom[0])
+        top[0].reshape(tuple(bottom[0].shape[axis] for axis in self.order))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        if self._order == tuple(range(len(self._order))) and not self.tops_overwritten:
+        if self.order == tuple(range(len(self.order))) and not self.tops_overwritten:
             top[0].bind(data=bottom[0].data)
         else:
-            self.backend.copy(bottom[0].data.transpose(*self._order), top[0].data)
+            self.backend.copy(bottom[0].data.transpose(*self.order), top[0].data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         if propagate_down[0]:
-            self.backend.copy(top[0].diff, bottom[0].diff.transpose(*self._order))
+            self.backend.copy(top[0].diff, bottom[0].diff.transpose(*self.order))
 
 
 @register_layer("Crop")

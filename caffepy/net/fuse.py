@@ -2,10 +2,11 @@
 
 Fused groups: Convolution or InnerProduct with the ReLU behind it, InnerProduct also with a Sigmoid or TanH; BatchNorm
 with the Scale, Eltwise sum, ReLU and Split behind it; another Eltwise sum, or a gate and its sum, with the ReLU and
-Split behind it; Reshape, Permute and Reshape that shuffle channels. The convolution before a BatchNorm can compute its
-statistics; the depthwise convolution behind it can compute its gradient sums. The maximum pooling behind a Convolution
-and its ReLU computes the ReLU's gradient. Only the net's schedule changes: the layers and their parameters stay, and
-each fused layer keeps its members. Results equal the unfused ones up to rounding.
+Split behind it; Reshape, Permute and Reshape that shuffle channels; Permute and Flatten of images that give rows with
+channels last. The convolution before a BatchNorm can compute its statistics; the depthwise convolution behind it can
+compute its gradient sums. The maximum pooling behind a Convolution and its ReLU computes the ReLU's gradient. Only the
+net's schedule changes: the layers and their parameters stay, and each fused layer keeps its members. Results equal the
+unfused ones up to rounding.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 
 from caffepy.backend import Array, Channel, Each, Expression, expression
 from caffepy.backend.formulas import plus_rectified, rectified_with_channel, where_positive
-from caffepy.backend.types import BatchNormState, NormalisedBottom, mask_bytes
+from caffepy.backend.types import CHANNELS_LAST, BatchNormState, NormalisedBottom, mask_bytes
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.activation import ActivationLayer
 from caffepy.layers.batch_norm import BatchNormLayer
@@ -24,7 +25,7 @@ from caffepy.layers.inner_product import InnerProductLayer
 from caffepy.layers.layer import Blobs, Layer, ScratchBuffer
 from caffepy.layers.pooling import PoolingLayer
 from caffepy.layers.scale import AxpyLayer, BroadcastLayer, ScaleLayer
-from caffepy.layers.tensor import transpose_channels
+from caffepy.layers.tensor import PermuteLayer, transpose_channels
 from caffepy.net.graph import Node
 
 
@@ -109,6 +110,37 @@ class FusedShuffle(FusedLayer):
         elif propagate_down[0]:
             for member, before, after in reversed(self._steps(bottom, top)):
                 member.backward([after], [True], [before])
+
+
+class FusedRows(FusedLayer):
+    """y = rows of x with channels last: Permute and Flatten, or Permute and Reshape.
+
+    This is the memory order of x, an image or volume. y shares the memory of x.
+
+    Args:
+        members: the two layers.
+        between: the top of the first layer; it is not filled.
+    """
+
+    def __init__(self, members: Sequence[Layer], between: Blob) -> None:
+        super().__init__(members)
+        self._between = [between]
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        permute, flatten = self.members
+        permute.reshape(bottom, self._between)
+        flatten.reshape(self._between, top)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        rows = self.backend.view(self.backend.flat(bottom[0].data), top[0].shape)
+        if self.members[1].tops_overwritten:
+            self.backend.copy(rows, top[0].data)
+        else:
+            top[0].bind(data=rows)
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        if propagate_down[0]:
+            bottom[0].bind(diff=self.backend.view(self.backend.flat(top[0].diff), bottom[0].shape))
 
 
 class FusedActivation(FusedLayer):
@@ -507,6 +539,8 @@ class Fusion:
                 self._fuse_activation(index)
             elif index not in self._claimed and node.layer.type == "Reshape":
                 self._fuse_shuffle(index)
+            elif index not in self._claimed and isinstance(node.layer, PermuteLayer):
+                self._fuse_rows(index, node.layer.order)
             elif index not in self._claimed and node.layer.type in ("Axpy", "Scale"):
                 self._fuse_gate(index)
             elif index not in self._claimed and node.layer.type == "Eltwise":
@@ -577,6 +611,19 @@ class Fusion:
         if fused.outer(nodes[0].bottoms[0], nodes[2].tops[0]):
             first = nodes[0]
             self._claim(chain, Node(fused, first.bottoms, nodes[2].tops, first.propagate_down, first.need_backward))
+
+    # -- Permute + Flatten or Reshape ------------------------------------------------------------------
+
+    def _fuse_rows(self, index: int, order: tuple[int, ...]) -> None:
+        """Fuse a Permute to the memory order of images with the layer that makes rows of its top."""
+        reader = next((i for kind in ("Flatten", "Reshape") if (i := self._next([index], kind)) is not None), None)
+        if reader is None or order != CHANNELS_LAST.get(len(order)):
+            return
+        node, last = self._nodes[index], self._nodes[reader]
+        if len(last.tops[0].shape) in CHANNELS_LAST:
+            return  # the top is an image, whose memory has another order
+        fused = FusedRows([node.layer, last.layer], node.tops[0])
+        self._claim([index, reader], Node(fused, node.bottoms, last.tops, node.propagate_down, node.need_backward))
 
     # -- Convolution + ReLU; InnerProduct + ReLU, Sigmoid or TanH ------------------------------------
 

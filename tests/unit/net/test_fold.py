@@ -325,6 +325,24 @@ def test_other_settings_are_left_alone(text: str, alone: str) -> None:
     assert alone in groups(folded)
 
 
+@pytest.mark.parametrize("share", [False, True])
+def test_heads_of_a_detector_become_rows(share: bool) -> None:
+    """Outputs and what a Concat joins."""
+    text = data(2, 4, 5, 5)
+    for name, kind, setting in (
+        ("a", "Flatten", ""),
+        ("b", "Reshape", "reshape_param { shape { dim: 0 dim: -1 dim: 6 } }"),
+        ("c", "Flatten", ""),
+    ):
+        order = "permute_param { order: 0 order: 2 order: 3 order: 1 }"
+        text += convolution(name, "data") + layer(f"{name}_turn", "Permute", name, f"{name}_turn", order)
+        text += layer(f"{name}_rows", kind, f"{name}_turn", f"{name}_rows", setting)
+    folded = check_alike(text + layer("all", "Concat", "a_rows c_rows", "all"), share=share)
+    found = groups(folded)
+    assert (found.count("Permute + Flatten"), found.count("Permute + Reshape")) == (2, 1)
+    assert sorted(folded.outputs) == ["all", "b_rows"]
+
+
 def test_channels_at_axis_2_are_left_alone() -> None:
     text = data(2, 4, 5, 5) + convolution("c", "data", "axis: 2 kernel_size: 2") + layer("r", "ReLU", "c", "c")
     assert groups(check_alike(text)) == ["Input", "Convolution", "ReLU"]

@@ -67,6 +67,25 @@ def summed(setting: str = "", bottoms: str = "a b", after: str = "") -> str:
     return branches + layer("Eltwise", bottoms, "s", setting) + relu("s") + after + LOSS % "s"
 
 
+LAST = "order: 0 order: 2 order: 3"
+FLATTEN = layer("Flatten", "turn", "rows")
+WEIGHTED = layer("Flatten", "turn", "rows", "loss_weight: 0.1")
+JOINED = FLATTEN + layer("Flatten", "data", "more") + layer("Concat", "rows more", "all")
+
+
+def reshaped(bottom: str, top: str, dims: str) -> str:
+    """A Reshape to sizes as in `0 -1`."""
+    shape = " ".join(f"dim: {size}" for size in dims.split())
+    return layer("Reshape", bottom, top, f"reshape_param {{ shape {{ {shape} }} }}")
+
+
+def turned(rows: str = FLATTEN, order: str = LAST, setting: str = "", dims: str = "0 0 0 0", last: str = "rows") -> str:
+    """A convolution and its ReLU, a Reshape, a Permute, layers that make rows, and a loss of the last blob."""
+    text = DATA + convolution("c", "data", "c") + relu("c") + reshaped("c", "d", dims)
+    text += layer("Permute", "d", "turn", f"permute_param {{ {order} }} {setting}") + rows
+    return text + dense("ip", last, 4) + END
+
+
 END = 'layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }'
 TURN = "order: 0 order: 2 order: 1"
 NETS = {
@@ -83,6 +102,30 @@ NETS = {
             ("pixels joined", "dim: 0 dim: 2 dim: 4 dim: -1", ["c", "parts + turn + whole"]),
             ("five axes", "dim: 0 dim: 4 dim: 2 dim: 6 dim: 7", ["parts + turn + whole"]),
             ("rows among them", "dim: 0 dim: 2 dim: 24 dim: 7", ["parts", "turn", "whole"]),
+        )
+    },
+    **{
+        f"rows with channels last, {name}": (text, [f"Permute_turn + {kind}_rows"])
+        for name, kind, text in (
+            ("flattened", "Flatten", turned()),
+            ("flattened in part", "Flatten", turned(layer("Flatten", "turn", "rows", "flatten_param { axis: 2 }"))),
+            ("reshaped", "Reshape", turned(reshaped("turn", "rows", "0 -1"))),
+            ("reshaped to boxes", "Reshape", turned(reshaped("turn", "rows", "0 -1 4"))),
+            ("of volumes", "Flatten", turned(order=LAST + " order: 4 order: 1", dims="0 4 2 6 7")),
+            ("overwritten", "Flatten", turned(FLATTEN + in_place("rows", "TanH", "Power power_param { power: 2 }"))),
+            ("joined with others", "Flatten", turned(JOINED, last="all")),
+            ("whose images get no gradient", "Flatten", turned(setting="propagate_down: false")),
+        )
+    },
+    **{
+        f"rows left alone, {name}": (text, ["Permute_turn", f"{kind}_rows"])
+        for name, kind, text in (
+            ("another order", "Flatten", turned(order="order: 0 order: 3 order: 2")),
+            ("three axes", "Flatten", turned(order="order: 0 order: 2", dims="0 8 42")),
+            ("images again", "Reshape", turned(reshaped("turn", "rows", "0 -1 8 1"))),
+            ("read twice", "Flatten", turned(FLATTEN + layer("Reduction", "turn", "sum", "loss_weight: 0.1"))),
+            ("a loss weight", "Flatten", turned(setting="loss_weight: 0.1")),
+            ("a loss weight of the rows", "Flatten", turned(WEIGHTED, last="data")),
         )
     },
     "convolution and ReLU": (chain("biased c data c; relu c", "c"), ["c + c_relu"]),
@@ -371,6 +414,28 @@ def test_shuffled_images_may_change_their_shape() -> None:
         losses.append((first, *run(net, 1).values()))
     for fused, plain in zip(*losses, strict=True):
         np.testing.assert_allclose(fused, plain, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["flattened in part", "overwritten"])
+def test_images_that_become_rows_may_change_their_shape(kind: str) -> None:
+    text = NETS[f"rows with channels last, {kind}"][0]
+    losses = []
+    for net in (build(text, True), build(text, False)):
+        first = run(net, 1)["loss 0"]
+        net.blobs["data"].reshape((4, 5, 7, 6))
+        net.blobs["label"].reshape((4,))
+        losses.append((first, *run(net, 1).values()))
+    for fused, plain in zip(*losses, strict=True):
+        np.testing.assert_allclose(fused, plain, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind, shares", [("flattened", True), ("overwritten", False)])
+def test_rows_share_the_memory_of_the_images_unless_they_are_overwritten(kind: str, shares: bool) -> None:
+    net = build(NETS[f"rows with channels last, {kind}"][0], True)
+    run(net, 1)
+    images, rows = net.blobs["d"], net.blobs["rows"]
+    assert np.shares_memory(images.data, rows.data) == shares
+    assert np.shares_memory(images.diff, rows.diff)
 
 
 def test_the_bottom_may_change_its_shape() -> None:

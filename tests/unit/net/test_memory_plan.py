@@ -84,6 +84,9 @@ ZOO = {
     "views": layer("Flatten", "conv", "flat")
     + layer("Reshape", "flat", "back", "reshape_param { shape { dim: 0 dim: 4 dim: 36 } }")
     + layer("Sigmoid", "back", "x"),
+    "rows with channels last": layer("Permute", "conv", "p", "permute_param { order: 0 order: 2 order: 3 order: 1 }")
+    + layer("Flatten", "p", "flat")
+    + layer("Sigmoid", "flat", "x"),
     "slices": layer("Slice", "conv", "a b") + layer("Concat", "b a", "x"),
     "single": layer("Slice", "conv", "a") + layer("Concat", "a", "b") + layer("TanH", "b", "x"),
     "pooling": layer("Pooling", "conv", "p", "pooling_param { pool: MAX kernel_size: 3 stride: 2 }")
