@@ -116,7 +116,7 @@ SHARED: dict[str, list[Template]] = {
     "Mish": [("", "any")],
     "PReLU": [("prelu_param { filler { type: 'uniform' min: -0.3 max: 0.6 } channel_shared: <true|false> }", "any")],
     "Permute": [
-        ("permute_param { order: 0 order: 2 order: 3 order: 1 }", "image"),
+        *[("permute_param { order: 0 order: 2 order: 3 order: 1 }", "image")] * 4,
         ("permute_param { order: <0|1> order: <2|0> order: <1|3> }", "image"),
         ("permute_param { order: 1 order: 0 }", "any"),
     ],

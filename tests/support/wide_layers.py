@@ -38,6 +38,7 @@ USUAL = (
     ("Eltwise", "ReLU"),
     ("ReLU", "Convolution"),
     ("ReLU", "Pooling"),
+    ("Permute", "Flatten"),
 )
 """Types that often stand one behind the other."""
 
@@ -67,6 +68,7 @@ FUSIBLE = tuple(
             "LRN",
             "Flatten",
             "Reshape",
+            "Permute",
         }
     )
 )
@@ -93,7 +95,7 @@ WEIGHTS = {
     "LRN": 2,
     "Softmax": 2,
     "Reshape": 3,
-    "Permute": 2,
+    "Permute": 6,
     "Concat": 0.3,
     "Eltwise": 0.3,
 }
