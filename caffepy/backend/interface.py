@@ -195,7 +195,8 @@ class ElementwisePrimitives(CopyPrimitives):
         """outputs = expression(*inputs) for each element; see `Expression`.
 
         Arguments of kind `Each` and all outputs have one shape. Arguments of kind `Channel` have the shape of the axes
-        that start at `axis`: (C,) for axis 1 of an (N, C, H, W) array, or (C, H). An output may alias an input.
+        that start at `axis`: (C,) for axis 1 of an (N, C, H, W) array, or (C, H). They repeat along their axes of size
+        1: (N, 1, H, W) for axis 0 has a value for each pixel. An output may alias an input.
         """
 
     def add_n(self, sources: Sequence[Array], destination: Array) -> None:
@@ -221,7 +222,8 @@ class ReductionPrimitives(ElementwisePrimitives):
     ) -> None:
         """outputs (+)= the sum of expression(*inputs) over all axes that the output lacks.
 
-        An output of shape (C,) with axis 1 keeps the channels; an output of shape () is the sum of all elements.
+        An output of shape (C,) with axis 1 keeps the channels; an output of shape () is the sum of all elements. Axes
+        of size 1 are summed too.
         Sums are pairwise or in float64, always in the same order: same input, same bits.
         """
 

@@ -1,7 +1,8 @@
 """Formulas on the CPU, elementwise and reduced: generates, compiles and runs their loops.
 
-Arrays are flat in memory order. With Channel arguments the elements are seen as (outer, channels, inner). For channels
-last and axis 1, inner is 1 and the loop over channels is vectorised. Reductions take the same views.
+Arrays are flat in memory order. With Channel arguments the elements are seen as rows: of the channels where these are
+contiguous, else of the elements that share a value. Each argument has a value per row, per element of a row, or both.
+Reductions take the same views, and the vectorised loop is over the elements of a row.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import ast
 import copy
 import inspect
 import math
-from collections.abc import Sequence
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,7 +31,8 @@ from caffepy.backend.cpu.jit.vector import (
 from caffepy.backend.cpu.memory import CpuMemory
 from caffepy.backend.expression import Expression, Kind
 from caffepy.backend.interface import ElementwisePrimitives, ReductionPrimitives
-from caffepy.backend.types import CHANNELS_LAST, Array, host_address, memory_order
+from caffepy.backend.period import Period, find_period
+from caffepy.backend.types import Array, host_address, memory_order
 
 _FUNCTIONS = {
     "exp": exponential,
@@ -82,12 +84,102 @@ def unpacked(expression: Expression, outputs: str, sizes: Sequence[str], same: S
     return lines + [f"{name} = _a[{first + i}]" for i, name in enumerate(sizes)]
 
 
-def loads_of(expression: Expression, kind: Kind, index: str) -> list[str]:
-    return [
-        f"{name} = _p{i}[{index}]"
-        for i, (name, k) in enumerate(zip(expression.parameters, expression.kinds, strict=True))
-        if k is kind
-    ]
+def numbers_of(expression: Expression, kind: Kind) -> list[int]:
+    """Return the positions of the arguments of that kind."""
+    return [i for i, k in enumerate(expression.kinds) if k is kind]
+
+
+class Access(NamedTuple):
+    """How a Channel argument is indexed: by the row's number, by the element's place in the row, by both or by none.
+
+    Args:
+        by_row: use the row's number.
+        divides: divide it by the neighbouring rows that share a value.
+        wraps: take that modulo the number of values.
+        by_place: each element of a row has its own value.
+    """
+
+    by_row: bool = False
+    divides: bool = False
+    wraps: bool = False
+    by_place: bool = False
+
+
+class Rows(NamedTuple):
+    """An array in memory as rows of `length` elements, for Channel arguments.
+
+    Args:
+        number: of rows.
+        length: elements of a row.
+        accesses: of the Channel arguments.
+        sizes: numbers for the variables of `size_names`.
+    """
+
+    number: int
+    length: int
+    accesses: tuple[Access, ...]
+    sizes: tuple[int, ...]
+
+
+def find_rows(size: int, periods: Sequence[Period | None], length: int) -> Rows | None:
+    """Return an array as rows of `length` elements; None if a Channel argument with one of the periods does not fit."""
+    accesses, sizes = [], [length]
+    for p in periods:
+        if p is None:
+            return None
+        if p.size == 1:
+            shared, values, by_place = 1, 1, False
+        elif p.inner == 1 and p.size == length:
+            shared, values, by_place = p.outer, p.images, True
+        elif p.inner % length == 0:
+            shared, values, by_place = p.inner // length, p.size, False
+        else:
+            return None
+        by_row, wraps = values > 1, shared * values * length < size
+        accesses.append(Access(by_row, by_row and shared > 1, by_row and wraps, by_place))
+        sizes += [shared, values]
+    return Rows(size // length, length, tuple(accesses), tuple(sizes))
+
+
+@lru_cache(maxsize=4096)
+def rows_of(shape: tuple[int, ...], channels: tuple[tuple[int, ...], ...], axis: int) -> Rows | None:
+    """Return an array as rows for Channel arguments of these shapes; None if no rows fit all of them."""
+    size, periods = math.prod(shape), [find_period(shape, small, axis) for small in channels]
+    several = [p for p in periods if p is not None and p.size > 1]
+    length = next((p.size for p in several if p.inner == 1), min((p.inner for p in several), default=size))
+    return find_rows(size, periods, length)
+
+
+def size_names(expression: Expression) -> list[str]:
+    """Return the variables of a row's length, and of the shared rows and the values of each Channel argument."""
+    return ["_length"] + [f"_{what}{i}" for i in numbers_of(expression, Kind.CHANNEL) for what in ("rows", "size")]
+
+
+def row_lines(expression: Expression, accesses: Sequence[Access], row: str, name: str = "") -> list[str]:
+    """Return lines before the loop over the elements of a row: its values, or where they begin.
+
+    Args:
+        expression: the formula.
+        accesses: of its Channel arguments.
+        row: the row's number.
+        name: suffix of the row's variables.
+    """
+    lines = []
+    for i, access in zip(numbers_of(expression, Kind.CHANNEL), accesses, strict=True):
+        at = row if access.by_row else "0"
+        at += f" // _rows{i}" if access.divides else ""
+        at += f" % _size{i}" if access.wraps else ""
+        lines.append(f"_c{i}{name} = {at} * _length" if access.by_place else f"_c{i}{name} = _p{i}[{at}]")
+    return lines
+
+
+def element_lines(expression: Expression, accesses: Sequence[Access], place: str = "_c", name: str = "") -> list[str]:
+    """Return lines that load the Channel arguments of an element by its place, after `row_lines` of that name."""
+    lines = []
+    for i, access in zip(numbers_of(expression, Kind.CHANNEL), accesses, strict=True):
+        value = f"_p{i}[_c{i}{name} + {place}]" if access.by_place else f"_c{i}{name}"
+        lines.append(f"{expression.parameters[i]} = {value}")
+    return lines
 
 
 def indented(lines: list[str], depth: int) -> list[str]:
@@ -104,13 +196,14 @@ def _values(count: int) -> list[str]:
     return [f"_v{j}" for j in range(count)]
 
 
-def formula_lines(expression: Expression, index: str, channel: str, same: Same = ()) -> list[str]:
+def formula_lines(expression: Expression, index: str, channels: Sequence[str] = (), same: Same = ()) -> list[str]:
+    """Return lines that compute the formula at `index`; `channels` load its Channel arguments."""
     names = _values(expression.output_count)
-    loads = loads_of(expression, Kind.EACH, index) + (loads_of(expression, Kind.CHANNEL, channel) if channel else [])
+    loads = [f"{expression.parameters[i]} = _p{i}[{index}]" for i in numbers_of(expression, Kind.EACH)]
     # In place, `a if c else x` would become a slow masked store of `a`. A factor of one that the compiler cannot fold
     # prevents that.
-    loads += [f"{expression.parameters[i]} *= _one" for i in sorted(set(same)) if i >= 0]
-    return loads + [_without_branches(line) for line in expression.python_lines(names)]
+    ones = [f"{expression.parameters[i]} *= _one" for i in sorted(set(same)) if i >= 0]
+    return [*loads, *channels, *ones, *map(_without_branches, expression.python_lines(names))]
 
 
 class _Select(ast.NodeTransformer):
@@ -136,97 +229,35 @@ def _without_branches(line: str) -> str:
 
 @cache
 def _apply_flat(expression: Expression, same: Same) -> Entry:
+    """Items are elements; Channel arguments have one value."""
     count = expression.output_count
+    accesses = [Access()] * len(numbers_of(expression, Kind.CHANNEL))
     stores = [f"_o{j}[_i] = _v{j}" for j in range(count)]
     text = [
         *unpacked(expression, "floats", [], same),
         f"_one = float32(_a[{len(expression.parameters) + count}])",
+        *row_lines(expression, accesses, ""),
         "for _i in range(_begin, _end):",
-        *indented(formula_lines(expression, "_i", "", same) + stores, 1),
+        *indented(formula_lines(expression, "_i", element_lines(expression, accesses), same) + stores, 1),
     ]
     return entry_of(expression, "flat", text, count, 1)
 
 
 @cache
-def _apply_rows(expression: Expression, same: Same, by_sample: bool) -> Entry:
-    """Items are the outer positions; channels are contiguous."""
-    # With `by_sample`, `Channel` arguments have separate values for each sample of that many positions.
-    count = expression.output_count
-    sizes = ["_channels", "_positions"] if by_sample else ["_channels"]
+def _apply_rows(expression: Expression, same: Same, accesses: tuple[Access, ...]) -> Entry:
+    """Items are rows."""
+    count, sizes = expression.output_count, size_names(expression)
     stores = [f"_o{j}[_row + _c] = _v{j}" for j in range(count)]
     text = [
         *unpacked(expression, "floats", sizes, same),
         f"_one = float32(_a[{len(expression.parameters) + count + len(sizes)}])",
         "for _i in range(_begin, _end):",
-        "    _row = _i * _channels",
-        *(["    _own = _i // _positions * _channels"] if by_sample else []),
-        "    for _c in range(_channels):",
-        *indented(formula_lines(expression, "_row + _c", "_own + _c" if by_sample else "_c", same) + stores, 2),
+        "    _row = _i * _length",
+        *indented(row_lines(expression, accesses, "_i"), 1),
+        "    for _c in range(_length):",
+        *indented(formula_lines(expression, "_row + _c", element_lines(expression, accesses), same) + stores, 2),
     ]
-    return entry_of(expression, "image_rows" if by_sample else "rows", text, count, 1 + len(sizes))
-
-
-@cache
-def _apply_planes(expression: Expression, same: Same) -> Entry:
-    """Items are the (outer, channel) pairs; each channel's elements are contiguous."""
-    count = expression.output_count
-    stores = [f"_o{j}[_row + _k] = _v{j}" for j in range(count)]
-    text = [
-        *unpacked(expression, "floats", ["_channels", "_inner"], same),
-        f"_one = float32(_a[{len(expression.parameters) + count + 2}])",
-        "for _i in range(_begin, _end):",
-        "    _c = _i % _channels",
-        "    _row = _i * _inner",
-        *indented(loads_of(expression, Kind.CHANNEL, "_c"), 1),
-        "    for _k in range(_inner):",
-        *indented(formula_lines(expression, "_row + _k", "", same) + stores, 2),
-    ]
-    return entry_of(expression, "planes", text, count, 3)
-
-
-def apply_flat(threads: int, expression: Expression, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-    """outputs = expression(inputs) for numbers and arrays of one size and memory order."""
-    _apply_flat(expression, _same(inputs, outputs)).run(threads, outputs[0].size, GRAIN, *inputs, *outputs, 1)
-
-
-def apply_channels(
-    threads: int,
-    expression: Expression,
-    inputs: Sequence[Any],
-    outputs: Sequence[Any],
-    extents: tuple[int, int, int],
-    samples: int = 1,
-) -> None:
-    """As `apply_flat`, with `Channel` arguments of extents[1] values over elements (outer, channels, inner) = extents.
-
-    With several samples, each has its own contiguous values; inner is then 1.
-    """
-    outer, channels, inner = extents
-    if 0 in extents:
-        return
-    if inner == 1:
-        rows = _apply_rows(expression, _same(inputs, outputs), samples > 1)
-        sizes = (channels, outer // samples) if samples > 1 else (channels,)
-        rows.run(threads, outer, GRAIN // channels, *inputs, *outputs, *sizes, 1)
-    else:
-        _apply_planes(expression, _same(inputs, outputs)).run(
-            threads, outer * channels, GRAIN // inner, *inputs, *outputs, channels, inner, 1
-        )
-
-
-def extents_of(shape: tuple[int, ...], axis: int, axes: int) -> tuple[int, int, int] | None:
-    """Return (outer, channels, inner) of the axes [axis, axis + axes) in memory order; None if not adjacent."""
-    last = len(shape) in CHANNELS_LAST
-    if axes == 0 or (axis == 0 and axes in (1, len(shape)) if last else axes not in CHANNELS_LAST):
-        return (math.prod(shape[:axis]), math.prod(shape[axis : axis + axes]), math.prod(shape[axis + axes :]))
-    if last and (axis, axes) in ((1, 1), (0, 2)):
-        return shape[0] * math.prod(shape[2:]), shape[1], 1
-    return None
-
-
-def samples_of(shape: tuple[int, ...], axis: int, axes: int) -> int:
-    """Return the number of samples with separate channel values, whose pixels lie between these axes in memory."""
-    return shape[0] if len(shape) in CHANNELS_LAST and (axis, axes) == (0, 2) else 1
+    return entry_of(expression, "rows", text, count, 1 + len(sizes))
 
 
 class CpuElementwise(ElementwisePrimitives, CpuMemory):
@@ -235,31 +266,25 @@ class CpuElementwise(ElementwisePrimitives, CpuMemory):
     def apply(self, expression: Expression, inputs: Sequence[Any], outputs: Sequence[Array], axis: int = 1) -> None:
         shape = outputs[0].shape
         arguments: list[Any] = list(inputs)
-        extents: tuple[int, int, int] | None = None
-        samples = 1
-        channels = [i for i, kind in enumerate(expression.kinds) if kind is Kind.CHANNEL]
-        if channels:
-            channel = arguments[channels[0]]
-            extents = extents_of(shape, axis, channel.ndim)
-            samples = samples_of(shape, axis, channel.ndim)
+        channels = numbers_of(expression, Kind.CHANNEL)
+        for i in numbers_of(expression, Kind.EACH):
+            assert arguments[i].shape == shape, (expression.name, arguments[i].shape, shape)
+        for i in numbers_of(expression, Kind.SCALAR):
+            arguments[i] = float(arguments[i])
+        self._check_dense(*(a for a in arguments if type(a) is not float), *outputs)
+        if outputs[0].size == 0:
+            return
+        if any(arguments[i].size != 1 for i in channels):
+            rows = rows_of(shape, tuple(arguments[i].shape for i in channels), axis)
+            if rows is not None:
+                entry = _apply_rows(expression, _same(arguments, outputs), rows.accesses)
+                entry.run(self.threads, rows.number, GRAIN // rows.length, *arguments, *outputs, *rows.sizes, 1)
+                return
             for i in channels:
-                assert arguments[i].shape == shape[axis : axis + arguments[i].ndim], (arguments[i].shape, shape, axis)
-                if extents is None:
-                    arguments[i] = self._spread(arguments[i], shape, axis)
-        for i, (argument, kind) in enumerate(zip(arguments, expression.kinds, strict=True)):
-            if kind is Kind.EACH:
-                assert argument.shape == shape, (expression.name, argument.shape, shape)
-            if kind is Kind.SCALAR:
-                arguments[i] = float(argument)
-            else:
-                self._check_dense(argument)
-        self._check_dense(*outputs)
-        if channels and extents is None:
+                arguments[i] = self._spread(arguments[i], shape, axis)
             expression = _all_each(expression)
-        if extents is None:
-            apply_flat(self.threads, expression, arguments, outputs)
-        else:
-            apply_channels(self.threads, expression, arguments, outputs, extents, samples)
+        entry = _apply_flat(expression, _same(arguments, outputs))
+        entry.run(self.threads, outputs[0].size, GRAIN, *arguments, *outputs, 1)
 
     def _spread(self, channel: Array, shape: tuple[int, ...], axis: int) -> Array:
         """Return a `Channel` argument broadcast to the full shape."""
@@ -288,12 +313,17 @@ UNROLLED = 8
 """Values that are added in float32 before they are added to a float64 sum."""
 
 
-def _unrolled(expression: Expression, index: str, step: str, target: str, channel: str) -> list[str]:
-    """Add UNROLLED values, `step` elements apart, to the sums at `target`: pairwise in float32, then in float64."""
+def _unrolled(
+    expression: Expression, index: str, step: str, target: str, channels: Callable[[int], Sequence[str]]
+) -> list[str]:
+    """Add UNROLLED values, `step` elements apart, to the sums at `target`: pairwise in float32, then in float64.
+
+    `channels` returns the lines that load the Channel arguments of a value.
+    """
     count = expression.output_count
     lines = []
     for i in range(UNROLLED):
-        lines += formula_lines(expression, f"{index} + {i} * {step}", channel)
+        lines += formula_lines(expression, f"{index} + {i} * {step}", channels(i))
         lines += [f"_s{j}_{i} = _v{j}" for j in range(count)]
     for j in range(count):
         terms = [f"_s{j}_{i}" for i in range(UNROLLED)]
@@ -305,72 +335,90 @@ def _unrolled(expression: Expression, index: str, step: str, target: str, channe
     return lines
 
 
-def _single(expression: Expression, index: str, target: str, channel: str) -> list[str]:
+def _single(expression: Expression, index: str, target: str, channels: Sequence[str]) -> list[str]:
     adds = [f"_o{j}[{target}] += _v{j}" for j in range(expression.output_count)]
-    return formula_lines(expression, index, channel) + adds
+    return formula_lines(expression, index, channels) + adds
 
 
-def _lanes(expression: Expression, start: str, stop: str, target: str, base: str) -> list[str]:
-    """Sum [start, stop) into LANES partial sums."""
+def _lanes(
+    expression: Expression, accesses: Sequence[Access], start: str, stop: str, target: str, base: str
+) -> list[str]:
+    """Sum [start, stop) of a row into LANES partial sums, after `row_lines`."""
     step = LANES * UNROLLED
+
+    def channels(i: int) -> list[str]:
+        return element_lines(expression, accesses, f"(_row + _k + {i * LANES})")
+
     return [
         f"_whole = {start} + (({stop}) - ({start})) // {step} * {step}",
         f"for _row in range({start}, _whole, {step}):",
         f"    for _k in range({LANES}):",
-        *indented(_unrolled(expression, f"{base}_row + _k", str(LANES), f"{target} + _k", ""), 2),
+        *indented(_unrolled(expression, f"{base}_row + _k", str(LANES), f"{target} + _k", channels), 2),
         f"for _row in range(_whole, {stop}, {LANES}):",
         f"    for _k in range(min({LANES}, {stop} - _row)):",
-        *indented(_single(expression, f"{base}_row + _k", f"{target} + _k", ""), 2),
+        *indented(_single(expression, f"{base}_row + _k", f"{target} + _k", channels(0)), 2),
     ]
 
 
 @cache
 def _reduce_flat(expression: Expression) -> Entry:
-    """Items are blocks of elements; each block has LANES partial sums per output."""
+    """Items are blocks of elements; each block has LANES partial sums per output. Channel arguments have one value."""
+    accesses = [Access()] * len(numbers_of(expression, Kind.CHANNEL))
     text = [
         *unpacked(expression, "doubles", ["_size", "_block"]),
+        *row_lines(expression, accesses, ""),
         "for _i in range(_begin, _end):",
         "    _start = _i * _block",
         "    _stop = min(_size, _start + _block)",
-        *indented(_lanes(expression, "_start", "_stop", f"_i * {LANES}", ""), 1),
+        *indented(_lanes(expression, accesses, "_start", "_stop", f"_i * {LANES}", ""), 1),
     ]
     return entry_of(expression, "sum", text, expression.output_count, 2)
 
 
 @cache
-def _reduce_rows(expression: Expression) -> Entry:
-    """Items are blocks of outer positions; each block has one partial sum per channel and output."""
+def _reduce_columns(expression: Expression, accesses: tuple[Access, ...]) -> Entry:
+    """Items are blocks of rows; each block has one partial sum per column and output."""
+    sizes = size_names(expression)
+    each = [line for i in range(UNROLLED) for line in row_lines(expression, accesses, f"(_r + {i})", f"_{i}")]
+
+    def channels(i: int) -> list[str]:
+        return element_lines(expression, accesses, "_c", f"_{i}")
+
     text = [
-        *unpacked(expression, "doubles", ["_channels", "_outer", "_block"]),
+        *unpacked(expression, "doubles", [*sizes, "_outer", "_block"]),
         "for _i in range(_begin, _end):",
-        "    _sum = _i * _channels",
+        "    _sum = _i * _length",
         "    _start = _i * _block",
         "    _stop = min(_outer, _start + _block)",
         f"    _whole = _start + (_stop - _start) // {UNROLLED} * {UNROLLED}",
         f"    for _r in range(_start, _whole, {UNROLLED}):",
-        "        _row = _r * _channels",
-        "        for _c in range(_channels):",
-        *indented(_unrolled(expression, "_row + _c", "_channels", "_sum + _c", "_c"), 3),
+        "        _row = _r * _length",
+        *indented(each, 2),
+        "        for _c in range(_length):",
+        *indented(_unrolled(expression, "_row + _c", "_length", "_sum + _c", channels), 3),
         "    for _r in range(_whole, _stop):",
-        "        _row = _r * _channels",
-        "        for _c in range(_channels):",
-        *indented(_single(expression, "_row + _c", "_sum + _c", "_c"), 3),
+        "        _row = _r * _length",
+        *indented(row_lines(expression, accesses, "_r", "_0"), 2),
+        "        for _c in range(_length):",
+        *indented(_single(expression, "_row + _c", "_sum + _c", channels(0)), 3),
     ]
-    return entry_of(expression, "row_sums", text, expression.output_count, 3)
+    return entry_of(expression, "column_sums", text, expression.output_count, 2 + len(sizes))
 
 
 @cache
-def _reduce_planes(expression: Expression) -> Entry:
-    """Items are channels; each has LANES partial sums per output."""
+def _reduce_rows(expression: Expression, accesses: tuple[Access, ...]) -> Entry:
+    """Items are channels, of which each has several rows; each has LANES partial sums per output."""
+    sizes = size_names(expression)
     text = [
-        *unpacked(expression, "doubles", ["_channels", "_outer", "_inner"]),
-        "for _c in range(_begin, _end):",
-        *indented(loads_of(expression, Kind.CHANNEL, "_c"), 1),
-        "    for _r in range(_outer):",
-        "        _plane = (_r * _channels + _c) * _inner",
-        *indented(_lanes(expression, "0", "_inner", f"_c * {LANES}", "_plane + "), 2),
+        *unpacked(expression, "doubles", [*sizes, "_channels", "_outer"]),
+        "for _i in range(_begin, _end):",
+        "    for _o in range(_outer):",
+        "        _at = _o * _channels + _i",
+        "        _start = _at * _length",
+        *indented(row_lines(expression, accesses, "_at"), 2),
+        *indented(_lanes(expression, accesses, "0", "_length", f"_i * {LANES}", "_start + "), 2),
     ]
-    return entry_of(expression, "plane_sums", text, expression.output_count, 3)
+    return entry_of(expression, "row_sums", text, expression.output_count, 2 + len(sizes))
 
 
 def _blocks(items: int, size: int) -> tuple[int, int]:
@@ -379,12 +427,13 @@ def _blocks(items: int, size: int) -> tuple[int, int]:
     return block, -(-items // block)
 
 
-def _sample_blocks(pixels: int, samples: int, channels: int) -> tuple[int, int]:
-    """As `_blocks`, with blocks that do not cross samples: equal parts of a sample's pixels."""
-    wanted = max(1, min(pixels * channels // GRAIN, 256 // samples))
-    # Equal parts: the blocks' sums can then be seen as (samples, parts, channels).
+def _image_blocks(target: Period) -> tuple[int, int]:
+    """As `_blocks`, with blocks that do not cross images: equal parts of an image's pixels."""
+    pixels, images = target.outer, target.images
+    wanted = max(1, min(pixels * target.size // GRAIN, 256 // images))
+    # Equal parts: the blocks' sums can then be seen as (images, parts, channels).
     parts = max(part for part in range(1, wanted + 1) if pixels % part == 0)
-    return pixels // parts, samples * parts
+    return pixels // parts, images * parts
 
 
 def reduce_flat(threads: int, expression: Expression, inputs: Sequence[Any], size: int) -> list[Any]:
@@ -397,29 +446,42 @@ def reduce_flat(threads: int, expression: Expression, inputs: Sequence[Any], siz
     return [p.sum() for p in partial]
 
 
-def reduce_channels(
-    threads: int, expression: Expression, inputs: Sequence[Any], extents: tuple[int, int, int], samples: int = 1
-) -> list[Any]:
-    """Return the sums of expression(inputs) over outer and inner of extents = (outer, channels, inner): float64
-    (channels,).
+class Sums(NamedTuple):
+    """A reduction over rows: `target` is the period of its results."""
 
-    With several samples, where inner is 1, return sums per sample: (samples * channels,).
+    target: Period
+    rows: Rows
+
+
+@lru_cache(maxsize=4096)
+def sums_of(
+    shape: tuple[int, ...], kept: tuple[int, ...], channels: tuple[tuple[int, ...], ...], axis: int
+) -> Sums | None:
+    """Return a reduction to the shape `kept` with Channel arguments of these shapes; None if no rows fit all.
+
+    A sum of all elements is the sum of the results for each element of a Channel argument.
     """
-    outer, channels, inner = extents
-    if 0 in extents:
-        return [np.zeros(samples * channels) for _ in range(expression.output_count)]
-    if inner == 1:
-        block, blocks = (
-            _blocks(outer, channels) if samples == 1 else _sample_blocks(outer // samples, samples, channels)
-        )
-        partial = [np.zeros((blocks, channels)) for _ in range(expression.output_count)]
-        _reduce_rows(expression).run(
-            threads, blocks, 1 if samples > 1 else 2, *inputs, *partial, channels, outer, block
-        )
-        return [p.reshape(samples, -1, channels).sum(axis=1).reshape(-1) for p in partial]
-    partial = [np.zeros((channels, LANES)) for _ in range(expression.output_count)]
-    grain = GRAIN // max(outer * inner, 1)
-    _reduce_planes(expression).run(threads, channels, grain, *inputs, *partial, channels, outer, inner)
+    periods = [find_period(shape, small, axis) for small in channels]
+    target = next(p for p in (find_period(shape, kept, axis), *periods) if p is None or p.size > 1)
+    if target is None:
+        return None
+    rows = find_rows(math.prod(shape), periods, target.size if target.inner == 1 else target.inner)
+    return None if rows is None else Sums(target, rows)
+
+
+def reduce_sums(threads: int, expression: Expression, inputs: Sequence[Any], sums: Sums) -> list[Any]:
+    """Return the sums of expression(inputs) for each element of the target: one float64 array per output."""
+    (target, rows), count = sums, expression.output_count
+    if target.inner == 1:
+        images = target.images
+        block, blocks = _blocks(rows.number, rows.length) if images == 1 else _image_blocks(target)
+        partial = [np.zeros((blocks, rows.length)) for _ in range(count)]
+        grain, more = 1 if images > 1 else 2, (*rows.sizes, rows.number, block)
+        _reduce_columns(expression, rows.accesses).run(threads, blocks, grain, *inputs, *partial, *more)
+        return [p.reshape(images, -1, rows.length).sum(axis=1).reshape(-1) for p in partial]
+    partial = [np.zeros((target.size, LANES)) for _ in range(count)]
+    grain, more = GRAIN // (target.outer * target.inner), (*rows.sizes, target.size, target.outer)
+    _reduce_rows(expression, rows.accesses).run(threads, target.size, grain, *inputs, *partial, *more)
     return [p.sum(axis=1) for p in partial]
 
 
@@ -450,23 +512,19 @@ class CpuReduction(ReductionPrimitives, CpuMemory):
         shape = next(a.shape for a, k in zip(inputs, kinds, strict=True) if k is Kind.EACH)
         kept = outputs[0].shape
         assert all(output.shape == kept for output in outputs)
-        channels = [a for a, k in zip(inputs, expression.kinds, strict=True) if k is Kind.CHANNEL]
-        axes = channels[0].ndim if channels else len(kept)
-        extents = extents_of(shape, axis, axes)
-        if extents is None:
-            sums = self._reduce_general(expression, inputs, shape, axis, kept)
+        channels = [inputs[i] for i in numbers_of(expression, Kind.CHANNEL)]
+        if 0 in shape:
+            sums = [np.zeros(output.size) for output in outputs]
+        elif all(a.size == 1 for a in (outputs[0], *channels)):
+            self._check_dense(*(a for a in inputs if type(a) is not float))
+            sums = reduce_flat(self.threads, expression, inputs, math.prod(shape))
+        elif (plan := sums_of(shape, kept, tuple(a.shape for a in channels), axis)) is not None:
+            self._check_dense(*(a for a in inputs if type(a) is not float))
+            sums = reduce_sums(self.threads, expression, inputs, plan)
         else:
-            self._check_dense(*(a for a, k in zip(inputs, expression.kinds, strict=True) if k is not Kind.SCALAR))
-            if axes == 0:
-                sums = reduce_flat(self.threads, expression, inputs, math.prod(shape))
-            else:
-                samples = samples_of(shape, axis, axes)
-                if samples > 1 and channels:  # the sums' kernel supports one value per channel
-                    sums = self._reduce_general(expression, inputs, shape, axis, kept)
-                else:
-                    sums = reduce_channels(self.threads, expression, inputs, extents, samples)
-            if kept == ():
-                sums = [s.sum() for s in sums]
+            sums = self._reduce_general(expression, inputs, shape, axis, kept)
+        if outputs[0].size == 1:
+            sums = [s.sum() for s in sums]
         with np.errstate(over="ignore"):  # a sum beyond float32 becomes infinite, as on a GPU
             for total, output in zip(sums, outputs, strict=True):
                 if accumulate:
@@ -479,8 +537,8 @@ class CpuReduction(ReductionPrimitives, CpuMemory):
         """Sum over axes that are not adjacent in memory: apply the formula to a temporary array, then sum."""
         values = [self.zeros(shape) for _ in range(expression.output_count)]
         self.apply(expression, inputs, values, axis)
-        summed = tuple(i for i in range(len(shape)) if not axis <= i < axis + len(kept))
-        return [self._in_memory_order(v.sum(axis=summed, dtype=np.float64)) for v in values]
+        summed = tuple(i for i in range(len(shape)) if not axis <= i < axis + len(kept) or kept[i - axis] == 1)
+        return [self._in_memory_order(v.sum(axis=summed, dtype=np.float64).reshape(kept)) for v in values]
 
     def _in_memory_order(self, array: Array) -> Array:
         return np.ascontiguousarray(memory_order(array)).reshape(-1)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -47,11 +47,12 @@ from caffepy.backend.cuda.compiler import (
     library_kernel,
 )
 from caffepy.backend.cuda.device import cupy
-from caffepy.backend.cuda.index_arithmetic import Period, find_period, widest
+from caffepy.backend.cuda.index_arithmetic import widest
 from caffepy.backend.cuda.memory import CudaMemory, Scratch, copy, fill, flat, is_array, raw
 from caffepy.backend.expression import Expression, Kind
 from caffepy.backend.formulas import identity
 from caffepy.backend.interface import ElementwisePrimitives, ReductionPrimitives
+from caffepy.backend.period import Period, find_period
 from caffepy.backend.types import Array, is_dense, memory_axes, view
 
 # -- kernels over channel arrays -----------------------------------------------------------------------
@@ -566,9 +567,8 @@ def _reduction_launch(call: Call, shape: tuple[int, ...]) -> ReductionLaunch | N
     if target.size == 1:
         target = Period(1, 1, math.prod(shape))
     by_columns = target.inner == 1 and target.size > 1
-    aligned = all(p == target or p.size == 1 for p in periods.values())
     span = target.size if by_columns else target.inner
-    width = pack_width(call, tuple(call.of_kind(Kind.EACH).values()), periods, span) if aligned else 1
+    width = pack_width(call, tuple(call.of_kind(Kind.EACH).values()), periods, span)
     unroll = max(1, LOADS // len(call.of_kind(Kind.EACH)) // (2 if by_columns else 1))
     variant = Variant(
         call.each_types(),
@@ -585,11 +585,9 @@ def _reduction_launch(call: Call, shape: tuple[int, ...]) -> ReductionLaunch | N
 
 def _access(period: Period, target: Period, width: int, by_columns: bool) -> Access:
     """Return how a thread indexes a Channel argument: by its result's number if both have the same period."""
-    if period.size == 1:
-        return Access(once=True)
     if period == target:
         return Access(wraps=True, packed=by_columns and width > 1, once=True)
-    return Access(divides=period.inner != 1, wraps=period.outer > 1)
+    return replace(access(period, width, 1), once=period.size == 1)
 
 
 def _text(text: str) -> str:
@@ -644,7 +642,7 @@ def _reduce_general(
     values = [view(scratch.get(f"values {k}", math.prod(shape)), shape) for k in range(len(outputs))]
     apply(formula, inputs, values, axis, scratch)
     for value, out in zip(values, outputs, strict=True):
-        kept = [axis + a for a in memory_axes(out.ndim)]
+        kept = [axis + a for a in memory_axes(out.ndim) if out.shape[a] != 1]
         order = kept + [a for a in range(len(shape)) if a not in kept]
         moved = scratch.get("segments", value.size)
         copy(value.transpose(order), moved.reshape([shape[a] for a in order]))

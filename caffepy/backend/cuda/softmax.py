@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cuda.compiler import MAX_BLOCKS, argument, defines, launch, library_kernel
-from caffepy.backend.cuda.index_arithmetic import find_period
 from caffepy.backend.cuda.memory import CudaMemory, Scratch, add, copy, in_c_order, raw
 from caffepy.backend.interface import SoftmaxPrimitives
+from caffepy.backend.period import find_period
 from caffepy.backend.types import Array, memory_axes
 
 THREADS = 128

@@ -13,7 +13,7 @@ from hypothesis import given
 from caffepy.backend import Backend, Channel, Each, Scalar, expression
 from caffepy.backend.formulas import rectified_with_channel
 from caffepy.backend.types import DTYPES
-from primitive_checks.strategies import often, shapes_and_axes, some
+from primitive_checks.strategies import often, repeats, shapes_and_axes, some
 
 
 @expression
@@ -66,6 +66,16 @@ SUMMED = [
 ]
 EACH_SAMPLE = [(3, 40, 37, 29), (2, 64, 90, 70), (300, 8, 5, 5), (2, 5, 64, 65), (4, 130, 7, 7), (2, 9, 8, 9, 10)]
 """Images whose samples have a number for each channel, as in Squeeze-and-Excitation."""
+
+
+REPEATS = [
+    (shape, 0, [first, second, third])
+    for shape in [(2, 512, 38, 38), (3, 40, 7, 5), (5, 12, 1, 9), (4, 3, 2, 5, 6)]
+    for pixels, channels in [((shape[0], 1, *shape[2:]), (1, shape[1], *[1] * (len(shape) - 2)))]
+    for first, second in [(pixels, channels), (channels, (shape[0], *[1] * (len(shape) - 1)))]
+    for third in [pixels, channels]
+]
+"""A value for each pixel or image and one for each channel, as in Normalize."""
 
 
 def third(dtype: str, other: str) -> str:
@@ -212,6 +222,45 @@ def test_an_update_with_rates_for_each_block_and_a_copy(backend: Backend, dtype:
     close(backend.to_host(history), step)
     close(backend.to_host(data), w - step)
     assert np.array_equal(backend.to_host(copy), rounded(backend.to_host(data), dtype))
+
+
+@expression
+def two_channels(x: Each, factor: Channel, shift: Channel) -> Each:
+    return x * factor + shift
+
+
+def check_repeats(
+    backend: Backend, dtype: str, shape: tuple[int, ...], axis: int, smalls: list[tuple[int, ...]]
+) -> None:
+    """Two arguments that repeat along some axes, and sums over others."""
+    x, x_host = stored(backend, 1, shape, dtype)
+    (factor, f), (shift, s) = (
+        stored(backend, seed, small, "float32") for seed, small in ((2, smalls[0]), (3, smalls[1]))
+    )
+    out, total = dirty(backend, shape, dtype), dirty(backend, smalls[2])
+    rest = (1,) * (len(shape) - axis - f.ndim)
+    wanted = x_host.astype(float) * f.reshape(f.shape + rest) + s.reshape(s.shape + rest)
+    backend.apply(two_channels, (x, factor, shift), (out,), axis)
+    agrees(backend, out, wanted, dtype)
+    summed = tuple(i for i in range(len(shape)) if not axis <= i < axis + f.ndim or smalls[2][i - axis] == 1)
+    sums, size = wanted.sum(axis=summed).reshape(smalls[2]), math.sqrt(x_host.size / total.size)
+    for accumulate in (False, True):
+        backend.reduce(two_channels, (x, factor, shift), (total,), axis, accumulate)
+        found, exact = backend.to_host(total), (1 + accumulate) * sums
+        np.testing.assert_allclose(found, exact, 1e-5, 1e-5 * size)
+
+
+@often
+@given(case=repeats())
+def test_arguments_that_repeat(backend: Backend, case: tuple[tuple[int, ...], int, list[tuple[int, ...]]]) -> None:
+    check_repeats(backend, "float32", *case)
+
+
+@pytest.mark.parametrize("case", REPEATS, ids=str)
+def test_values_of_pixels_and_channels(
+    backend: Backend, dtype: str, case: tuple[tuple[int, ...], int, list[tuple[int, ...]]]
+) -> None:
+    check_repeats(backend, dtype, *case)
 
 
 # -- NaN and infinity: an overflow must be seen at the end ------------------------------------------------------

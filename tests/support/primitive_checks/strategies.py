@@ -62,6 +62,14 @@ def shapes_and_axes(draw: Any) -> tuple[tuple[int, ...], int, int]:
 
 
 @st.composite
+def repeats(draw: Any) -> tuple[tuple[int, ...], int, list[tuple[int, ...]]]:
+    """(shape, axis, three shapes of some axes from it on, of which any may be 1) for arguments that repeat."""
+    shape, axis, axes = draw(shapes_and_axes())
+    own = shape[axis : axis + axes]
+    return shape, axis, [tuple(size if draw(st.booleans()) else 1 for size in own) for _ in range(3)]
+
+
+@st.composite
 def shapes_and_class_axis(draw: Any) -> tuple[tuple[int, ...], int]:
     """(shape, axis of the classes)."""
     shape = tuple(draw(st.lists(SIZES, min_size=2, max_size=4)))
