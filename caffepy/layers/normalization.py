@@ -23,7 +23,6 @@ from caffepy.layers.layer import (
     Layer,
     LayoutAdapter,
     ScratchBuffer,
-    flatten_pixels,
     flatten_samples,
     register_layer,
 )
@@ -242,33 +241,43 @@ FEATURE_EPS = {"L2": 1e-12, "L1": 1e-6}
 
 
 @expression
-def length(total: Each, eps: Scalar) -> Each:
-    return sqrt(total + eps)
+def inverse_length(total: Each, eps: Scalar) -> Each:
+    return 1 / sqrt(total + eps)
 
 
 @expression
-def plus_eps(total: Each, eps: Scalar) -> Each:
-    return total + eps
+def inverse_sum(total: Each, eps: Scalar) -> Each:
+    return 1 / (total + eps)
 
 
 @expression
-def over(x: Each, norm: Channel) -> Each:
-    return x / norm
+def reciprocal(x: Each) -> Each:
+    return 1 / x
 
 
 @expression
-def unit_gradient(unit: Each, dy: Each, inner: Channel, norm: Channel) -> Each:
-    return (dy - unit * inner) / norm
+def scaled_unit(x: Each, inverse: Channel, scale: Channel) -> Each:
+    return x * inverse * scale
+
+
+@expression
+def scale_gradient(x: Each, dy: Each, inverse: Channel) -> Each:
+    return x * inverse * dy
+
+
+@expression
+def unit_gradient(x: Each, dy: Each, inner: Channel, inverse: Channel, scale: Channel) -> Each:
+    return (dy - x * inverse * (inner * inverse)) * inverse * scale
 
 
 @expression
 def feature_gradient(
-    unit: Each, dy: Each, inner: Channel, norm: Channel, dnorm: Channel, is_l1: Scalar, undivided: Scalar
+    x: Each, dy: Each, inner: Channel, inverse: Channel, dnorm: Channel, is_l1: Scalar, undivided: Scalar
 ) -> Each:
-    sign = 1.0 if unit > 0 else (-1.0 if unit < 0 else 0.0)
-    way = sign if is_l1 > 0 else unit
-    gradient = dy - way * inner
-    return (gradient if undivided > 0 else gradient / norm) + way * dnorm
+    sign = 1.0 if x > 0 else (-1.0 if x < 0 else 0.0)
+    way = sign if is_l1 > 0 else x * inverse
+    gradient = dy - way * (inner * inverse)
+    return (gradient if undivided > 0 else gradient * inverse) + way * dnorm
 
 
 @register_layer("Normalize")
@@ -282,7 +291,7 @@ class NormalizeLayer(Layer):
 
     With `normalize_param` or a second top it is the layer of caffe-windows (its `normalize_layer.cu`; Wang, Xiang,
     Cheng and Yuille 2017). y = x / norm has no scale; norm = sqrt(sum of x^2 + 1e-12) over the channels of each pixel,
-    or with `normalize_type: "L1"` sum of |x| + 1e-6. The second top (N, 1, H, W) holds the norm.
+    or with `normalize_type: "L1"` sum of |x| + 1e-6. The second top (N, 1, H, W) holds the norm and stays float32.
     dx = (dy - v * sum of y * dy) / norm, where v is y, or sign(x) for L1; `fix_gradient` leaves out the division. With
     `bp_norm`, v * dnorm is added, where dnorm is the second top's gradient. In a net with other layers of
     caffe-windows, a Normalize without settings is this one too.
@@ -293,21 +302,26 @@ class NormalizeLayer(Layer):
     """
 
     tops = (1, 2)
+    supports_half = True
+    float32_tops_from = 1
 
     eps: float
-    """Added to each sum of caffe-windows' layer."""
+    """Added to each sum."""
+    _is_l1 = False
+    _by_pixel = True
+    """Whether each pixel has its own norm."""
     _shape: tuple[int, ...] | None = None
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self._check_axes(bottom)
-        self._feature = self.param.HasField("normalize_param") or len(top) > 1
-        if self._feature:
-            self._kind = self.param.normalize_param.normalize_type
-            if self._kind not in FEATURE_EPS:
-                raise self.error(f"normalize_type is '{self._kind}'; it must be L2 or L1")
-            self.eps = FEATURE_EPS[self._kind]
+        if self.param.HasField("normalize_param") or len(top) > 1:
+            kind = self.param.normalize_param.normalize_type
+            if kind not in FEATURE_EPS:
+                raise self.error(f"normalize_type is '{kind}'; it must be L2 or L1")
+            self._is_l1, self.eps = kind == "L1", FEATURE_EPS[kind]
             return
         param = self.param.norm_param
+        self._by_pixel, self.eps = not param.across_spatial, max(param.eps, FLT_MIN)
         shape = () if param.channel_shared else (bottom[0].shape[1],)
         default = caffe_pb2.FillerParameter(type="constant", value=1)
         self.add_parameter(shape, param.scale_filler if param.HasField("scale_filler") else default)
@@ -319,84 +333,64 @@ class NormalizeLayer(Layer):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         self._check_axes(bottom)
         shape = bottom[0].shape
-        if not self._feature and not self.param.norm_param.channel_shared and shape[1] != self.blobs[0].shape[0]:
+        if self.blobs and self.blobs[0].shape not in ((), shape[1:2]):
             raise self.shape_error("the scale belongs to another number of channels", bottom[0], self.blobs[0])
         top[0].reshape(shape)
+        image = shape + (1,) * (4 - len(shape))
         if shape != self._shape:
             self._shape = shape
-            self._image = shape + (1,) * (4 - len(shape))
-            self._x, self._y, self._dy, self._dx = (LayoutAdapter(self.backend, shape, self._image) for _ in range(4))
-        channels, pixels = shape[1], top[0].count // max(shape[0] * shape[1], 1)
-        self._rows = (shape[0], channels * pixels)
-        if self._by_pixel:
-            self._rows = (shape[0] * pixels, channels)
+            self._x, self._y, self._dy, self._dx = (
+                LayoutAdapter(self.backend, shape, image, self.dtype) for _ in range(4)
+            )
+        norms = (shape[0], 1, *(image[2:] if self._by_pixel else (1, 1)))
         if len(top) > 1:
-            top[1].reshape((shape[0], 1, *self._image[2:]))
-            self._norms, self._dnorms = (LayoutAdapter(self.backend, top[1].shape, self._rows[:1]) for _ in range(2))
-        self._unit, self._product = (self.scratch(name, self._image) for name in ("unit", "product"))
-        self._norm, self._inner = (self.scratch(name, self._rows[:1]) for name in ("norm", "inner"))
+            top[1].reshape(norms)
+        self._inverse, self._inner = (self.scratch(name, norms) for name in ("inverse", "inner"))
+        self._saved_x = self.scratch("x", image, self.dtype) if top[0] is bottom[0] else None
 
-    @property
-    def _by_pixel(self) -> bool:
-        """Whether each pixel has its own norm."""
-        return self._feature or not self.param.norm_param.across_spatial
-
-    def _by_rows(self, image: Array) -> Array:
-        """Return `image` as (rows, elements of one norm)."""
-        return (flatten_pixels if self._by_pixel else flatten_samples)(self.backend, image)
-
-    def _apply_scale(self, source: Array, destination: Array) -> None:
-        formula = scaled if self.param.norm_param.channel_shared else product_with_channel
-        self.backend.apply(formula, (source, self.blobs[0].data), (destination,), 1)
+    def _for_channels(self, array: Array) -> Array:
+        """Return the scale or its gradient as (1, C, 1, 1) or (1, 1, 1, 1)."""
+        return self.backend.view(self.backend.flat(array), (1, array.size, 1, 1))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        backend, norm, unit = self.backend, self._norm.array, self._unit.array
-        x = self._by_rows(self._x.load(bottom[0].data))
-        if self._feature:
-            self._forward_feature(x, top)
-            return
-        backend.reduce(squared, (x,), (norm,), 0)
-        backend.apply(length, (norm, max(self.param.norm_param.eps, FLT_MIN)), (norm,))
-        backend.apply(over, (x, norm), (self._by_rows(unit),), 0)
-        self._apply_scale(unit, self._y.target(top[0].data))
-        self._y.store(top[0].data)
-
-    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        backend, unit, dy = self.backend, self._unit.array, self._dy.load(top[0].diff)
-        if self._feature:
-            if propagate_down[0]:
-                self._backward_feature(self._by_rows(dy), top, bottom)
-            return
-        if self.propagate_to_params[0]:
-            backend.reduce(product, (unit, dy), (self.blobs[0].diff,), 1, self.accumulate(0))
-        if not propagate_down[0]:
-            return
-        inner, rows, dx = self._inner.array, self._by_rows(dy), self._dx.target(bottom[0].diff)
-        backend.reduce(product, (self._by_rows(unit), rows), (inner,), 0)
-        backend.apply(unit_gradient, (self._by_rows(unit), rows, inner, self._norm.array), (self._by_rows(dx),), 0)
-        self._apply_scale(dx, dx)
-        self._dx.store(bottom[0].diff)
-
-    def _forward_feature(self, x: Array, top: Blobs) -> None:
-        backend, norm, unit = self.backend, self._norm.array, self._by_rows(self._unit.array)
-        backend.reduce(absolute if self._kind == "L1" else squared, (x,), (norm,), 0)
-        backend.apply(plus_eps if self._kind == "L1" else length, (norm, self.eps), (norm,))
-        backend.apply(over, (x, norm), (unit,), 0)
-        backend.copy(unit, self._by_rows(self._y.target(top[0].data)))
+        backend, inverse, y = self.backend, self._inverse.array, self._y.target(top[0].data)
+        x = self._x.load(bottom[0].data)
+        if self._saved_x is not None and not self.context.forward_only:
+            backend.copy(x, self._saved_x.array)
+        backend.reduce(absolute if self._is_l1 else squared, (x,), (inverse,), 0)
+        backend.apply(inverse_sum if self._is_l1 else inverse_length, (inverse, self.eps), (inverse,))
+        if self.blobs:
+            backend.apply(scaled_unit, (x, inverse, self._for_channels(self.blobs[0].data)), (y,), 0)
+        else:
+            backend.apply(product_with_channel, (x, inverse), (y,), 0)
         self._y.store(top[0].data)
         if len(top) > 1:
-            backend.copy(norm, self._norms.target(top[1].data))
-            self._norms.store(top[1].data)
+            backend.apply(reciprocal, (inverse,), (top[1].data,))
 
-    def _backward_feature(self, dy: Array, top: Blobs, bottom: Blobs) -> None:
-        backend, inner, unit = self.backend, self._inner.array, self._by_rows(self._unit.array)
-        param, dx = self.param.normalize_param, self._dx.target(bottom[0].diff)
-        backend.reduce(product, (unit, dy), (inner,), 0)
-        if param.bp_norm and len(top) > 1:
-            dnorm = self._dnorms.load(top[1].diff)
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        backend, inverse, dy = self.backend, self._inverse.array, self._dy.load(top[0].diff)
+        x = self._x.load(bottom[0].data) if self._saved_x is None else self._saved_x.array
+        if self.blobs and self.propagate_to_params[0]:
+            dscale = self._for_channels(self.blobs[0].diff)
+            backend.reduce(scale_gradient, (x, dy, inverse), (dscale,), 0, self.accumulate(0))
+        if not propagate_down[0]:
+            return
+        inner, dx = self._inner.array, self._dx.target(bottom[0].diff)
+        backend.reduce(product, (x, dy), (inner,), 0)
+        if self.blobs:
+            scale = self._for_channels(self.blobs[0].data)
+            backend.apply(unit_gradient, (x, dy, inner, inverse, scale), (dx,), 0)
         else:
-            dnorm = self.scratch("no gradient", self._rows[:1]).array
-            backend.fill(dnorm, 0)
-        inputs = (unit, dy, inner, self._norm.array, dnorm, float(self._kind == "L1"), float(param.fix_gradient))
-        backend.apply(feature_gradient, inputs, (self._by_rows(dx),), 0)
+            self._apply_feature_gradient((x, dy, inner, inverse), dx, top)
         self._dx.store(bottom[0].diff)
+
+    def _apply_feature_gradient(self, known: tuple[Array, ...], dx: Array, top: Blobs) -> None:
+        """Set dx as caffe-windows does, from the first arguments of `feature_gradient`."""
+        param = self.param.normalize_param
+        if param.bp_norm and len(top) > 1:
+            dnorm = top[1].diff
+        else:
+            dnorm = self.scratch("no gradient", (1, 1, 1, 1)).array
+            self.backend.fill(dnorm, 0)
+        inputs = (*known, dnorm, float(self._is_l1), float(param.fix_gradient))
+        self.backend.apply(feature_gradient, inputs, (dx,), 0)

@@ -28,7 +28,7 @@ class GRNLayer(NormalizeLayer):
         if not bias >= 0:
             raise self.error(f"grn_param.bias is {bias:g}; it must be at least 0")
         self._check_axes(bottom)
-        self._feature, self._kind, self.eps = True, "L2", max(bias, FLT_MIN)
+        self.eps = max(bias, FLT_MIN)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         if not self.param.grn_param.dummy_backward:

@@ -75,6 +75,21 @@ def test_normalize(across, shared, shape):
     )
 
 
+def test_normalize_of_ssd():
+    """conv4_3_norm, with a scale that differs between channels, whose gradient leaves it out of the inner sum."""
+    shape, scale = (2, 512, 38, 38), gaussian((512,), 2) + 20
+    fields = "across_spatial: false channel_shared: false"
+    x, dy = gaussian(shape) * 5, gaussian(shape, 1)
+    result = Runner(f"type: 'Normalize' norm_param {{ {fields} }}", [x], params=[scale]).run([dy])
+    x, dy = x.astype(np.float64), dy.astype(np.float64)
+    norm = np.sqrt((x * x).sum(1, keepdims=True) + 1e-10)
+    unit, factors = x / norm, scale.reshape(1, -1, 1, 1).astype(np.float64)
+    assert_near(result.tops[0], unit * factors, 1e-5, "y")
+    assert_near(result.param_diffs[0], (unit * dy).sum((0, 2, 3)), 1e-5, "dscale")
+    wanted = factors * (dy - unit * (unit * dy).sum(1, keepdims=True)) / norm
+    assert_near(result.bottom_diffs[0], wanted, 1e-5, "dx")
+
+
 def test_normalize_fills_its_scale():
     x = gaussian((2, 3, 4, 5))
     for filler, value in (("", 1), ("scale_filler { type: 'constant' value: 5 }", 5)):
