@@ -367,6 +367,7 @@ def _check_gradients(
     rng = np.random.default_rng(7)
     for index, gradient in found.items():
         assert np.isfinite(gradient).all(), f"gradient {index} was not written everywhere"
+        terms = max(1.0, sum(top.size for top in top_diffs) / max(gradient.size, 1))
         for _ in range(6):
             direction = rng.choice([-1.0, 0.0, 1.0], gradient.shape)
             ends = []
@@ -376,8 +377,8 @@ def _check_gradients(
                 ends.append(objective(moved))
             measured = (ends[0] - ends[1]) / (2 * step)
             computed = float((gradient.astype(np.float64) * direction).sum())
-            # Terms near 1 that cancel in a gradient leave float32's rounding of them, 1e-7.
-            scale = max(float(np.abs(gradient * direction).sum()), 1e-2)
+            # Terms near 1 that cancel in a gradient leave float32's rounding of them, 1e-7 each.
+            scale = max(float(np.abs(gradient * direction).sum()), 1e-2 * terms)
             assert abs(measured - computed) <= tolerance * scale, (
                 f"{runner.backend}: gradient {index}: {computed:.6g} in a direction with a difference of {measured:.6g}"
             )
