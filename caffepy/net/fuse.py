@@ -688,6 +688,7 @@ class Fusion:
             self._claim(chain, Node(fused, node.bottoms, tops, node.propagate_down, node.need_backward))
 
     def _fuse_gate(self, index: int) -> None:
+        """Fuse an Axpy, or a Scale by a blob and the sum behind it, with a ReLU."""
         node, chain = self._nodes[index], [index]
         is_scale = isinstance(node.layer, ScaleLayer)
         residual = self._add_ending(chain, with_sum=is_scale)

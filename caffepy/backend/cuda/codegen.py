@@ -109,20 +109,20 @@ def output_list(expression: Expression, variant: Variant) -> list[str]:
     return [f"{t} *{name}p_" for t, name in zip(variant.outputs, output_names(expression), strict=True)]
 
 
-def image_lines(expression: Expression, variant: Variant, image: str, packs: str, size: str = "") -> list[str]:
+def image_lines(expression: Expression, variant: Variant, image: str, inputs: str, outputs: str) -> list[str]:
     """Return statements that move the pointers to one image's part.
 
     Args:
         expression: the formula.
         variant: its variant.
         image: the image's number.
-        packs: packs per image.
-        size: packs per image of the outputs; otherwise as many as of the Each arguments.
+        inputs: packs per image of the Each arguments.
+        outputs: packs per image of the outputs.
     """
     if not variant.images:
         return []
-    lines = [f"{name}_p_ += {image} * (size_t){packs} * {variant.width};" for name in named(expression, Kind.EACH)]
-    lines += [f"{name}p_ += {image} * (size_t){size or packs} * {variant.width};" for name in output_names(expression)]
+    lines = [f"{name}_p_ += {image} * (size_t){inputs} * {variant.width};" for name in named(expression, Kind.EACH)]
+    lines += [f"{name}p_ += {image} * (size_t){outputs} * {variant.width};" for name in output_names(expression)]
     for name, access in accesses(expression, variant).items():
         if access.wraps:
             width = variant.width if access.packed else 1
@@ -218,7 +218,7 @@ def apply_text(expression: Expression, variant: Variant) -> str:
     """Return a kernel `apply_` that sets outputs to the formula of inputs for each of n_ packs, of image blockIdx.y."""
     names = output_names(expression)
     parameters = [f"{variant.index} n_", *argument_list(expression, variant), *output_list(expression, variant)]
-    before = image_lines(expression, variant, "blockIdx.y", "n_")
+    before = image_lines(expression, variant, "blockIdx.y", "n_", "n_")
     before += scalar_loads(variant) + once_lines(expression, variant, "threadIdx.x")
     outputs = ", ".join(names)
     return f"""{HELPERS}{formula_text(expression)}

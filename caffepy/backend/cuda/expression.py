@@ -3,8 +3,8 @@
 A formula's kernel is selected by geometry: the vector width and the indexing of Channel arguments. If the block size is
 a multiple of their period, the thread's number alone gives the index; otherwise the kernel divides and takes a
 remainder. If each image has its own part of an argument, a grid axis counts images. Arguments without a period are
-first broadcast to the whole shape. Plans are cached by formula, shapes,
-dtypes and alignment, so that a call costs little more than its launch.
+first broadcast to the whole shape. Plans are cached by formula, shapes, dtypes and alignment, so that a call costs
+little more than its launch.
 
 Kernels over channel arrays are compiled for the layout and dtype of their arrays; kernels/columns.cu documents how such
 arrays are divided into blocks and threads.
