@@ -137,6 +137,8 @@ class CudnnGraph:
             kind: kind of plans.
             several: use both heuristics, not only the faster one, whose plans come first.
         """
+        if kind is not PlanKind.READY and self._has_ambiguous_strides():
+            return False
         cudnn = self.resources.cudnn
         modes = [cudnn.heur_mode.FALLBACK] if kind is PlanKind.FALLBACK else [cudnn.heur_mode.A, cudnn.heur_mode.B]
         modes = modes if several else modes[:1]
@@ -159,6 +161,15 @@ class CudnnGraph:
             return False
         self._bar(graph)
         return True
+
+    def _has_ambiguous_strides(self) -> bool:
+        """Return whether an image has one element for each channel, and the others are NCHW.
+
+        The strides of one element fit both memory orders. Engines that cuDNN compiles and fallback engines then read
+        wrong elements or beyond the arrays (9.19: engines 4, 7, 71 and 78 on an H200).
+        """
+        problem = self.task.problem
+        return not self._channels_last and any(math.prod(shape[2:]) == 1 for shape in (problem.x, problem.y))
 
     def again(self) -> CudnnGraph:
         """Return the same graph, not built; this graph's plans stay valid."""
