@@ -2,12 +2,18 @@
 
 Steps in the order of Caffe's ``upgrade_proto.cpp``: V0 layers (``layers { layer { ... } }``, Caffe's first format) to
 V1 (``layers`` with a type in capitals), data-transform fields, V1 to `layer` with a type in quotes, types that are
-others under a new name, net inputs, BatchNorm's parameters.
+others under a new name, net inputs, BatchNorm's parameters. Then come settings of forks that have another meaning or
+name here: a family of `caffepy/forks` has a module `upgrade` for its own, with a function ``upgrade(net)``.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import logging
+import pkgutil
+from collections.abc import Callable
+from functools import cache
 
 from google.protobuf.message import Message
 
@@ -23,11 +29,12 @@ from caffepy.formats.proto.caffe_pb2 import (
     V0LayerParameter,
     V1LayerParameter,
     VideoDataParameter,
-    YoloDetectionOutputParameter,
 )
 from caffepy.utils.registry import suggest
 
 log = logging.getLogger(__name__)
+
+_FORKS = "caffepy.forks"
 
 BATCH_NORM_BLOBS = 3
 """Mean, variance and their common scale factor: statistics that the solver must not update."""
@@ -48,12 +55,6 @@ SOLVER_TYPES = {
 
 TRAIN_NETS = ("net_param", "train_net_param", "test_net_param")
 """Fields of a solver that hold nets."""
-_OF_CAFFE_WINDOWS = frozenset(
-    {"ChannelScale", "GlobalLSEMargin", "InnerDistance", "LabelSpecificAdd", "LabelSpecificRescale"}
-)
-"""Types that show that a net is for caffe-windows."""
-_OF_YOLO_OUTPUT = ("side", "num_classes", "num_box", "coords", "confidence_threshold", "nms_threshold", "biases")
-"""Fields of DetectionOutput in caffe-yolov2, by their names in YoloDetectionOutput; `classes` is caffe_yolo_v2's."""
 
 
 def upgrade_net(param: NetParameter, origin: str) -> None:
@@ -77,80 +78,18 @@ def upgrade_net(param: NetParameter, origin: str) -> None:
     ]
     if steps:
         log.info("Upgraded from an older format in %s: %s", origin, ", ".join(steps))
-    _mark_feature_normalize(param)
-    _mark_yolo_output(param)
-    _crop_by_position(param)
-    _name_crops(param)
-    _name_pixel_shuffles(param)
+    for upgrade in _of_families():
+        upgrade(param)
     log_ignored_fields(param, origin)
     _warn_about_ignored_transforms(param, origin)
-    find_positions(param)
 
 
-POSITION_TYPES = ("Eltwise", "Concat", "Slice", "Power", "Bias", "Scale", "Split")
-"""Layers whose top holds positions if a bottom does."""
-
-
-def find_positions(param: NetParameter) -> None:
-    """Set ``warp_param.positions`` in Warp layers whose flow is computed from the top of a Grid layer (LiteFlowNet)."""
-    positions: set[str] = set()
-    for layer in param.layer:
-        warps = layer.type == "Warp" and len(layer.bottom) > 1 and not layer.warp_param.HasField("positions")
-        if warps and layer.bottom[1] in positions:
-            layer.warp_param.positions = True
-        holds = layer.type == "Grid" or (layer.type in POSITION_TYPES and not positions.isdisjoint(layer.bottom))
-        positions = positions.union(layer.top) if holds else positions.difference(layer.top)
-
-
-def _mark_yolo_output(param: NetParameter) -> None:
-    """Make a YoloDetectionOutput of each DetectionOutput that has the settings of caffe-yolov2 and no others."""
-    for layer in param.layer:
-        old, new = layer.detection_output_param, layer.yolo_detection_output_param
-        given = {field.name: value for field, value in old.ListFields()}
-        if layer.type != "DetectionOutput" or not old.biases or not given.keys() <= {*_OF_YOLO_OUTPUT, "classes"}:
-            continue
-        given.setdefault("num_classes", given.pop("classes", old.classes))
-        layer.ClearField("detection_output_param")
-        layer.type = "YoloDetectionOutput"
-        new.MergeFrom(YoloDetectionOutputParameter(centers=True, **given))
-
-
-def _mark_feature_normalize(param: NetParameter) -> None:
-    """Give a Normalize without settings an empty `normalize_param` in a net for caffe-windows."""
-    # Such a net has a fully connected layer with normalised weights, a layer of `_OF_CAFFE_WINDOWS`, or a Normalize
-    # with normalize_param.
-    if any(
-        layer.type in _OF_CAFFE_WINDOWS or layer.HasField("normalize_param") or layer.inner_product_param.normalize
-        for layer in param.layer
-    ):
-        for layer in param.layer:
-            if layer.type == "Normalize" and not layer.HasField("norm_param"):
-                layer.normalize_param.SetInParent()
-
-
-def _crop_by_position(param: NetParameter) -> None:
-    """Let Crop without `crop_param` find its offset in a net for the Caffe of CRF as RNN, as that Caffe's does."""
-    if any(layer.type == "MultiStageMeanfield" for layer in param.layer):
-        for layer in param.layer:
-            if layer.type == "Crop" and not layer.HasField("crop_param"):
-                layer.type = "AutoCrop"
-
-
-def _name_crops(param: NetParameter) -> None:
-    """Give `crop_height` and `crop_width` of dgd_person_reid's Data and ImageData the names that SSD's Caffe has."""
-    for layer in param.layer:
-        transform = layer.transform_param
-        if layer.type in ("Data", "ImageData") and transform.crop_height and transform.crop_width:
-            transform.crop_h, transform.crop_w = transform.crop_height, transform.crop_width
-            transform.ClearField("crop_height")
-            transform.ClearField("crop_width")
-
-
-def _name_pixel_shuffles(param: NetParameter) -> None:
-    """Give caffe_srgan's Reshape with `pixelshuffler` the type PixelShuffle."""
-    for layer in param.layer:
-        if layer.type == "Reshape" and layer.reshape_param.pixelshuffler != 1:
-            layer.type = "PixelShuffle"
+@cache
+def _of_families() -> list[Callable[[NetParameter], None]]:
+    """Return `upgrade` of each family of forks that has a module `upgrade`."""
+    families = pkgutil.iter_modules(importlib.import_module(_FORKS).__path__)
+    names = sorted(f"{_FORKS}.{family.name}.upgrade" for family in families)
+    return [importlib.import_module(name).upgrade for name in names if importlib.util.find_spec(name)]
 
 
 def upgrade_solver(param: SolverParameter, origin: str) -> None:
