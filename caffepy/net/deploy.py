@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from google.protobuf.message import Message
 
 from caffepy.errors import ConfigError
 from caffepy.formats.dialect import LEAST_EPSILON, Dialect, choose_dialect
@@ -22,16 +23,7 @@ from caffepy.net.record_shape import told_shape
 Shape = tuple[int, ...]
 Layers = Sequence[caffe_pb2.LayerParameter]
 
-PARAMETERS = (
-    "convolution_param",
-    "inner_product_param",
-    "scale_param",
-    "embed_param",
-    "recurrent_param",
-    "convolution3d_param",
-    "lstm_param",
-)
-FILLERS = ("weight_filler", "bias_filler", "filler")
+FILLER = caffe_pb2.FillerParameter.DESCRIPTOR
 _CONSTANTS = {"DummyData", "Parameter", "Python"}
 """Layers without bottoms that the deploy net keeps, unless the shape of a top is given."""
 _SCORES = {"Accuracy", "DetectionEvaluate", "Silence"}
@@ -113,11 +105,10 @@ def _without_training(layer: caffe_pb2.LayerParameter, shared: Mapping[str, int]
         plain.ClearField(name)
     if any(shared.get(param.name, 0) > 1 for param in layer.param):
         plain.param.extend(_sharing(param) for param in layer.param)
-    for name in PARAMETERS:
-        if plain.HasField(name):
-            parameter = getattr(plain, name)
-            for filler in set(FILLERS) & set(parameter.DESCRIPTOR.fields_by_name):
-                parameter.ClearField(filler)
+    for _, settings in plain.ListFields() if layer.type not in _CONSTANTS else ():
+        for each in settings.DESCRIPTOR.fields if isinstance(settings, Message) else ():
+            if each.message_type == FILLER:
+                settings.ClearField(each.name)
     return plain
 
 
