@@ -23,7 +23,7 @@ from caffepy.distributed.communicators.communicator import Communicator, Pending
 from caffepy.layers.layer import Layer
 from caffepy.logs.trace import Tracer
 from caffepy.net import Net
-from caffepy.net.fuse import FusedLayer
+from caffepy.net.fused_layers import FusedLayer
 from caffepy.net.graph import Node
 from caffepy.net.parameters import Parameter, ParameterBuffer
 

@@ -21,7 +21,7 @@ from caffepy.errors import ConfigError, RunError, ShapeError
 from caffepy.formats.caffemodel import TrainedLayers
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.layer import Layer, LayerContext, PassCounter
-from caffepy.net.fuse import FusedLayer
+from caffepy.net.fused_layers import FusedLayer
 from caffepy.net.graph import capture_blockers
 from caffepy.net.memory_plan import plan_memory, sample_shapes
 from caffepy.net.net import Net

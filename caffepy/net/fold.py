@@ -19,7 +19,8 @@ from caffepy.layers.blob import Blob
 from caffepy.layers.convolution import ConvolutionLayer
 from caffepy.layers.layer import Blobs, Layer
 from caffepy.layers.scale import BiasLayer, BroadcastLayer, ScaleLayer
-from caffepy.net.fuse import Chain, FusedLayer, Fusion
+from caffepy.net.fuse import Chain, Fusion
+from caffepy.net.fused_layers import FusedLayer
 from caffepy.net.graph import Node
 
 

@@ -13,7 +13,7 @@ import pytest
 from training import solver_param, weights_of
 
 from caffepy.backend import Backend, create_backend
-from caffepy.net.fuse import MeasuredConvolution
+from caffepy.net.fused_layers import MeasuredConvolution
 from caffepy.training.solver import Solver, create_solver
 from caffepy.utils.options import ExecutionOptions
 

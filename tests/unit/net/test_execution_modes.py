@@ -63,8 +63,8 @@ def test_layers_that_a_net_would_refuse_are_found_out() -> None:
 FAULTS = {
     "inference": ("caffepy.net.executor.ForwardExecutor.parameters_changed", 8),
     "programs": ("caffepy.net.executor.ShapeExecutors.parameters_changed", 155),
-    "training": ("caffepy.net.fuse.FusedNormalisation._add_to_parameters", 4),
-    "fused": ("caffepy.net.fuse.FusedNormalisation._add_to_parameters", 0),
+    "training": ("caffepy.net.fused_layers.FusedNormalisation._add_to_parameters", 4),
+    "fused": ("caffepy.net.fused_layers.FusedNormalisation._add_to_parameters", 0),
 }
 """By mode a method, without which only the fast form's numbers are wrong, and a net soon before one that shows it."""
 

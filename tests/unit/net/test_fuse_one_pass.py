@@ -9,7 +9,7 @@ import pytest
 from fusion_nets import CPU, DATA, LOSS, build, convolution, norm, relu, run
 
 from caffepy.backend.types import NormalisedBottom
-from caffepy.net.fuse import FusedNormalisation
+from caffepy.net.fused_layers import FusedNormalisation
 
 
 class GradientsInOnePass:

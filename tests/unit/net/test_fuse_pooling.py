@@ -7,7 +7,7 @@ import pytest
 from fusion_nets import DATA, LOSS, build, check_alike, convolution, in_place, layer, norm, relu, run, total
 
 from caffepy.net import Net
-from caffepy.net.fuse import RectifiedPooling
+from caffepy.net.fused_layers import RectifiedPooling
 
 
 def pooled(setting: str = "kernel_size: 2 stride: 2", after: str = "", before: str = "", last: str = "p") -> str:

@@ -13,7 +13,7 @@ from training import CPU
 from wide_layers import FUSIBLE
 from wide_nets import fusible_net
 
-from caffepy.net.fuse import FusedSum, RectifiedPooling
+from caffepy.net.fused_layers import FusedSum, RectifiedPooling
 
 NETS, PARTS = 200, 8
 
