@@ -135,9 +135,12 @@ class LivenessAnalysis:
             self._count_step(layer, "backward", last - number, layer.backward)
         net.prepare()
         self.backend.step = 0
+        built = [(top, top.shape) for node in net.schedule for top in node.tops]
         net.forward()
         if backward:
             net.backward()
+        # Layers that find boxes give their tops other shapes in a pass than in a net that is built.
+        self._resized = {top for top, shape in built if top.shape != shape}
         for blob in self._read_afterwards():
             array = blob.allocated("data")
             if array is not None:
@@ -167,6 +170,8 @@ class LivenessAnalysis:
         for ref, array in self._arrays():
             memory = array.memory
             usable = not memory.lasting and memory.made != SETUP and memory.first is not None
+            if ref.is_blob and self.net.schedule[ref.node].tops[ref.index] in self._resized:
+                continue
             if usable and array.part == memory.whole and array.shape == memory.shape:
                 refs.setdefault(memory, ref)
         return {ref: memory for memory, ref in refs.items()}

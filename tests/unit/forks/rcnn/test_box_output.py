@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from layer_harness import BACKENDS, assert_near
 from mscnn_reference import decoded, iou, run
 
+import caffepy
 from caffepy.errors import ConfigError, ShapeError
 
 MEAN, STD = (0.1, -0.1, 0.05, 0.2), (0.1, 0.2, 0.3, 0.4)
@@ -21,6 +23,7 @@ MAPS = ((5, 6, 8), (3, 3, 16))
 FIELDS = ((20, 24), (40, 30))
 """Width and height of their anchors."""
 CLASSES = 3
+POOLING = "roi_pooling_param { pooled_w: 2 pooled_h: 2 spatial_scale: 0.125 }"
 BASE = "field_w: 20 field_w: 40 field_h: 24 field_h: 30 downsample_rate: 8 downsample_rate: 16"
 
 
@@ -100,6 +103,24 @@ def check(layer: str, inputs: list[Any], rows: Any, backend: str) -> None:
 def test_boxes_are_those_of_the_formula(backend: str, fields: str, arguments: Any) -> None:
     text = f'type: "BoxOutput" box_output_param {{ {BASE} {fields} }} {REGRESSION if "mean" in arguments else ""}'
     check(text, maps(), wanted((anchors(maps(), image) for image in range(2)), 0, **arguments), backend)
+
+
+def test_a_deploy_net_pools_limited_boxes(tmp_path: Path) -> None:
+    """The blobs of a loaded net share memory; those of the boxes have other shapes in a pass than before it."""
+    shapes = "".join(f"shape {{ {' '.join(f'dim: {n}' for n in value.shape)} }} " for value in maps())
+    layer = f'type: "BoxOutput" box_output_param {{ {BASE} max_post_nms_num: 9 }}'
+    file = tmp_path / "deploy.prototxt"
+    file.write_text(
+        f"""layer {{ name: "maps" type: "Input" top: "a" top: "b" input_param {{ {shapes} }} }}
+        layer {{ name: "boxes" bottom: "a" bottom: "b" top: "rois" {layer} }}
+        layer {{ name: "pool" type: "ROIPooling" bottom: "a" bottom: "rois" top: "y" {POOLING} }}"""
+    )
+    (rois,) = run(layer, maps())
+    assert 2 < len(rois) <= 18
+    (pooled,) = run(f'type: "ROIPooling" {POOLING}', [maps()[0], rois])
+    net = caffepy.load(file)
+    for _ in range(2):
+        np.testing.assert_array_equal(net(*maps())["y"], pooled)
 
 
 def test_without_boxes_there_is_one_that_can_be_pooled() -> None:
