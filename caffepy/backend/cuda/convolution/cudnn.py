@@ -204,6 +204,8 @@ class CudnnGraph:
 
     def load(self, plan: bytes) -> bool:
         """Load one serialised plan as number 0, instead of `build`. Return False if it is unusable."""
+        if self._has_ambiguous_strides():
+            return False  # a stored plan does not tell its kind, and earlier releases stored compiled ones
         cudnn = self.resources.cudnn
         graph = self.graph = cudnn.pygraph(handle=self.resources.handle)
         try:
