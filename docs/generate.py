@@ -177,7 +177,8 @@ Install the extra first: `pip install '.[onnx]'`.
 Both commands run the net and, with onnxruntime, the ONNX file on the same random input, and print the largest
 difference of each output. `import` runs the net that the written files load as. If the difference is above 1e-4 of the
 output's largest value, the command fails and writes nothing. `--no-check` skips the comparison. Without onnxruntime
-`export` fails, and `import` says that nothing was compared.
+`export` fails, and `import` says that nothing was compared. Rounding can reorder the boxes of a detector; then `export`
+compares the scores and locations that they are found from, and DetectionOutput by itself.
 
 `benchmarks/onnx_round_trip.py` prints the differences of all nets of `models/`.
 

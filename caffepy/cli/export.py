@@ -160,6 +160,7 @@ def _check(
     # With --half the export is compared with the rounded net, and the rounded net with the net. `run_alone` exports and
     # runs a net of one layer, for layers whose branches the net's inputs may not reach.
     from caffepy.export.check import (
+        before_boxes,
         compare,
         difference,
         larger_batch,
@@ -169,14 +170,28 @@ def _check(
         run_net,
     )
 
+    def check(found: Arrays, wanted: Arrays, where: str = "") -> None:
+        differences = compare(found, wanted)
+        for one in differences:
+            print(f"{where}{one}")
+        refuse_large(differences, limit)
+
     inputs = random_inputs(net)
     for feeds in [inputs, larger_batch(inputs)] if args.batch == "dynamic" else [inputs]:
         wanted = run_net(net, feeds)
         rounded = run_net(source, feeds) if args.half else wanted
-        differences = compare(run_export(feeds), rounded)
-        for one in differences:
-            print(one)
-        refuse_large(differences, limit)
+        found = run_export(feeds)
+        boxes = {name for name in rounded if _finds_boxes(source, name)}
+        check(found, {name: values for name, values in rounded.items() if name not in boxes})
+        try:
+            check(found, {name: rounded[name] for name in boxes})
+        except RunError:
+            before = before_boxes(source)
+            if before is None:
+                raise
+            print("Rounding may have reordered the boxes; these are the blobs that they are found from:")
+            reached = run_net(before, feeds)  # first: the layers take the batch of `feeds`
+            check(run_alone(before, feeds), reached)
         for name in wanted if args.half else ():
             if rounded[name].shape != wanted[name].shape:  # as many boxes as are found
                 shapes = f"has the shape {rounded[name].shape}, not {wanted[name].shape}"
@@ -189,10 +204,7 @@ def _check(
     for alone, feeds in layers_alone(source):
         where = f"layer '{alone.name}' alone"
         try:
-            differences = compare(run_alone(alone, feeds), run_net(alone, feeds))
-            for one in differences:
-                print(f"{where}: {one}")
-            refuse_large(differences, limit)
+            check(run_alone(alone, feeds), run_net(alone, feeds), f"{where}: ")
         except RunError as error:
             raise RunError(f"{where}: {error}") from error
 

@@ -172,6 +172,24 @@ def layers_alone(net: Net, seed: int = 1) -> Iterator[tuple[Net, Arrays]]:
             yield Net(param, replace(net.context, passes=PassCounter(), run_fillers=False)), inputs
 
 
+def before_boxes(net: Net) -> Net | None:
+    """Return the net without its DetectionOutput layers; None if it has none behind other layers.
+
+    Scores that are equal up to rounding can change the order of boxes, and which boxes are kept. Their scores and
+    locations, the outputs of this net, do not depend on it.
+    """
+    given = {top for node in net.nodes if node.layer.type == "Input" for top in node.tops}
+    finders = [node for node in net.nodes if node.layer.type == "DetectionOutput"]
+    if not any(given.isdisjoint(node.bottoms) for node in finders):
+        return None
+    param = caffe_pb2.NetParameter(name=net.name)
+    param.layer.extend(node.layer.param for node in net.nodes if node not in finders)
+    with net.backend.activate():
+        result = Net(param, replace(net.context, passes=PassCounter(), run_fillers=False))
+        result.share_trained_layers_with(net)
+    return result
+
+
 def larger_batch(inputs: Arrays) -> Arrays:
     """Return the inputs with a copy of the first sample appended."""
     return {name: np.concatenate([values, values[:1]]) for name, values in inputs.items()}

@@ -14,7 +14,7 @@ from onnx_nets import layer_text, net_of
 
 import caffepy
 from caffepy.cli.main import main
-from caffepy.export.onnx.libraries import run_model
+from caffepy.export.onnx.libraries import Session, run_model
 from caffepy.formats.caffemodel import read_weights, write_caffemodel
 from caffepy.formats.load import read_net
 from caffepy.layers.export_rules import OnnxLayer
@@ -85,18 +85,51 @@ layer { name: "codes" type: "Power" bottom: "loc" top: "codes" power_param { sca
 """
 
 
-def test_the_check_reaches_boxes_that_a_nets_own_inputs_do_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+@pytest.fixture
+def detector(tmp_path: Path) -> list[Path]:
+    """A net that finds boxes behind other layers, its weights, and the path of a file to write."""
     first, last = (DETECT % (240, "code_type: CORNER", "")).split('layer { name: "out"')
     detection = last.replace('bottom: "loc" bottom: "conf"', 'bottom: "codes" bottom: "scores"')
     paths = [tmp_path / name for name in ("net.prototxt", "net.caffemodel", "net.onnx")]
     paths[0].write_text(f'{first}{BEHIND}layer {{ name: "out"{detection}')
     write_caffemodel(paths[1], "net", net_of(paths[0].read_text()).layers)
-    command = ["export", *map(str, paths)]
+    return paths
+
+
+@pytest.mark.parametrize("more", [[], ["--batch", "dynamic"]])
+def test_boxes_in_another_order_are_checked_by_what_they_are_found_from(
+    detector: list[Path], more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    run, add = Session.run, OnnxLayer.add
+
+    def reordered(session: Session, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        found = run(session, feeds)
+        return {name: values[:, :, ::-1] if name == "out" else values for name, values in found.items()}
+
+    def without_sigmoid(view: OnnxLayer, kind: str, *names: str, **more: object) -> str:
+        return names[0] if kind == "Sigmoid" else add(view, kind, *names, **more)
+
+    monkeypatch.setattr(Session, "run", reordered)
+    command = ["export", *map(str, detector), *more]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert said.count("Rounding may have reordered the boxes") == (2 if more else 1)
+    assert "output 'scores': largest difference" in said
+    assert "output 'codes': largest difference" in said
+    detector[2].unlink()
+    monkeypatch.setattr(OnnxLayer, "add", without_sigmoid)
+    assert main(command) == 1
+    assert "output 'scores': largest difference" in capsys.readouterr().err
+    assert not detector[2].exists()
+
+
+def test_the_check_reaches_boxes_that_a_nets_own_inputs_do_not(
+    detector: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    command = ["export", *map(str, detector)]
     assert main(command) == 0
     assert "layer 'out' alone: output 'top0': largest difference" in capsys.readouterr().out
-    paths[2].unlink()
+    detector[2].unlink()
     add = OnnxLayer.add
 
     def without_max(view: OnnxLayer, kind: str, *names: str, **more: object) -> str:
@@ -105,7 +138,7 @@ def test_the_check_reaches_boxes_that_a_nets_own_inputs_do_not(
     monkeypatch.setattr(OnnxLayer, "add", without_max)
     assert main(command) == 1
     assert "layer 'out' alone: output 'top0' has the shape" in capsys.readouterr().err
-    assert not paths[2].exists()
+    assert not detector[2].exists()
 
 
 def test_weights_beyond_the_range_of_float16(files, capsys: pytest.CaptureFixture[str]):
