@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,9 +161,10 @@ def _check(
     # With --half the export is compared with the rounded net, and the rounded net with the net. `run_alone` exports and
     # runs a net of one layer, for layers whose branches the net's inputs may not reach.
     from caffepy.export.check import (
-        before_boxes,
+        check_outputs,
         compare,
         difference,
+        finds_boxes,
         larger_batch,
         layers_alone,
         random_inputs,
@@ -170,28 +172,12 @@ def _check(
         run_net,
     )
 
-    def check(found: Arrays, wanted: Arrays, where: str = "") -> None:
-        differences = compare(found, wanted)
-        for one in differences:
-            print(f"{where}{one}")
-        refuse_large(differences, limit)
-
     inputs = random_inputs(net)
     for feeds in [inputs, larger_batch(inputs)] if args.batch == "dynamic" else [inputs]:
         wanted = run_net(net, feeds)
         rounded = run_net(source, feeds) if args.half else wanted
-        found = run_export(feeds)
-        boxes = {name for name in rounded if _finds_boxes(source, name)}
-        check(found, {name: values for name, values in rounded.items() if name not in boxes})
-        try:
-            check(found, {name: rounded[name] for name in boxes})
-        except RunError:
-            before = before_boxes(source)
-            if before is None:
-                raise
-            print("Rounding may have reordered the boxes; these are the blobs that they are found from:")
-            reached = run_net(before, feeds)  # first: the layers take the batch of `feeds`
-            check(run_alone(before, feeds), reached)
+        for one in check_outputs(run_export(feeds), rounded, source, feeds, run_alone, limit):
+            print(one)
         for name in wanted if args.half else ():
             if rounded[name].shape != wanted[name].shape:  # as many boxes as are found
                 shapes = f"has the shape {rounded[name].shape}, not {wanted[name].shape}"
@@ -199,23 +185,21 @@ def _check(
                 continue
             change = difference(name, rounded[name], wanted[name])
             print(f"float16 weights: {change}")
-            if not _finds_boxes(source, name):
+            if not finds_boxes(source, name):
                 refuse_large([change], HALF_LIMIT, "export without --half")
     for alone, feeds in layers_alone(source):
         where = f"layer '{alone.name}' alone"
         try:
-            check(run_alone(alone, feeds), run_net(alone, feeds), f"{where}: ")
+            differences = compare(run_alone(alone, feeds), run_net(alone, feeds))
+            for one in differences:
+                print(f"{where}: {one}")
+            refuse_large(differences, limit)
         except RunError as error:
             raise RunError(f"{where}: {error}") from error
 
 
-def _finds_boxes(net: Net, output: str) -> bool:
-    """Whether an output's rows are found boxes, which a small change may reorder."""
-    return any(node.layer.changes_shapes for node in net.nodes if net.outputs[output] in node.tops)
-
-
 def _export_onnx(args: ExportCommand) -> int:
-    from caffepy.export.onnx.libraries import Session, has_runtime, require_onnx, run_model
+    from caffepy.export.onnx.libraries import Session, has_runtime, require_onnx
     from caffepy.utils.files import atomic_write
 
     require_onnx("to write ONNX files")
@@ -224,7 +208,7 @@ def _export_onnx(args: ExportCommand) -> int:
             f"onnxruntime, needed to check the file, is not installed: {install_command('onnx')}, or give --no-check"
         )
     from caffepy.export.check import LIMIT
-    from caffepy.export.onnx.write import serialised, to_model
+    from caffepy.export.onnx.write import run_as_onnx, serialised, to_model
     from caffepy.export.prepare import varying_axes
 
     _check_output(args, args.output)
@@ -234,11 +218,7 @@ def _export_onnx(args: ExportCommand) -> int:
     model = to_model(source, opset, varying, half=args.half)
     content = serialised(model)
     if not args.no_check:
-
-        def run_alone(alone: Net, feeds: Arrays) -> Arrays:
-            return run_model(serialised(to_model(alone, opset)), feeds)
-
-        _check(net, source, args, Session(content).run, run_alone, LIMIT)
+        _check(net, source, args, Session(content).run, partial(run_as_onnx, opset=opset), LIMIT)
     with atomic_write(args.output) as file:
         file.write(content)
     print(f"{args.output}: {len(model.graph.node)} nodes, opset {opset}, {len(content)} bytes")
@@ -334,9 +314,9 @@ class QuantizeCommand(DialectOption, ReadsNets):
         require_onnx("to quantize nets")
         if not has_runtime():
             raise MissingExtraError("onnxruntime", EXTRA, "to quantize nets")
-        from caffepy.export.check import compare, difference, refuse_large, run_net
+        from caffepy.export.check import check_outputs, difference, run_net
         from caffepy.export.onnx.quantize import quantize
-        from caffepy.export.onnx.write import serialised, to_model
+        from caffepy.export.onnx.write import run_as_onnx, serialised, to_model
         from caffepy.export.prepare import (
             Settings,
             build,
@@ -355,7 +335,7 @@ class QuantizeCommand(DialectOption, ReadsNets):
         before = serialised(model)
         samples, status = _images(self, self.images, net) if self.images else (list(_samples(self, net)), 0)
         float_session = Session(before)
-        refuse_large(compare(float_session.run(samples[0]), run_net(net, samples[0])))
+        check_outputs(float_session.run(samples[0]), run_net(net, samples[0]), net, samples[0], run_as_onnx)
         after = quantize(model, samples)
         with atomic_write(self.output) as file:
             file.write(after)

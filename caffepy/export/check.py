@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,9 @@ from caffepy.layers.layer import PassCounter
 from caffepy.net import Net
 from caffepy.net.graph import Node
 
+log = logging.getLogger(__name__)
+
+NOT_WRITTEN = "the file is not written"
 LIMIT = 1e-4
 """Tolerance relative to the output's largest absolute value."""
 
@@ -172,24 +176,6 @@ def layers_alone(net: Net, seed: int = 1) -> Iterator[tuple[Net, Arrays]]:
             yield Net(param, replace(net.context, passes=PassCounter(), run_fillers=False)), inputs
 
 
-def before_boxes(net: Net) -> Net | None:
-    """Return the net without its DetectionOutput layers; None if it has none behind other layers.
-
-    Scores that are equal up to rounding can change the order of boxes, and which boxes are kept. Their scores and
-    locations, the outputs of this net, do not depend on it.
-    """
-    given = {top for node in net.nodes if node.layer.type == "Input" for top in node.tops}
-    finders = [node for node in net.nodes if node.layer.type == "DetectionOutput"]
-    if not any(given.isdisjoint(node.bottoms) for node in finders):
-        return None
-    param = caffe_pb2.NetParameter(name=net.name)
-    param.layer.extend(node.layer.param for node in net.nodes if node not in finders)
-    with net.backend.activate():
-        result = Net(param, replace(net.context, passes=PassCounter(), run_fillers=False))
-        result.share_trained_layers_with(net)
-    return result
-
-
 def larger_batch(inputs: Arrays) -> Arrays:
     """Return the inputs with a copy of the first sample appended."""
     return {name: np.concatenate([values, values[:1]]) for name, values in inputs.items()}
@@ -228,6 +214,70 @@ def compare(found: Mapping[str, NDArray[Any]], wanted: Mapping[str, NDArray[Any]
     return differences
 
 
+def check_outputs(
+    found: Mapping[str, NDArray[Any]],
+    wanted: Mapping[str, NDArray[Any]],
+    net: Net,
+    feeds: Mapping[str, NDArray[Any]],
+    run_other: Callable[[Net, Mapping[str, NDArray[Any]]], Mapping[str, NDArray[Any]]],
+    limit: float = LIMIT,
+    so: str = NOT_WRITTEN,
+) -> list[Difference]:
+    """Return the differences of a net's outputs, or of what boxes are found from if these differ.
+
+    Scores that are equal up to rounding can change the order of boxes, and which boxes are kept.
+
+    Args:
+        found: outputs of the export.
+        wanted: outputs of `net`.
+        net: the net.
+        feeds: the inputs of both.
+        run_other: exports another net and runs it.
+        limit: as for `refuse_large`.
+        so: the same.
+
+    Raises:
+        RunError: a difference exceeds the limit; an output is missing or has another shape.
+    """
+    boxes = {name for name in wanted if finds_boxes(net, name)}
+    differences = compare(found, {name: values for name, values in wanted.items() if name not in boxes})
+    refuse_large(differences, limit, so)
+    try:
+        of_boxes = compare(found, {name: wanted[name] for name in wanted if name in boxes})
+        refuse_large(of_boxes, limit, so)
+    except RunError:
+        before = _before_boxes(net)
+        if before is None:
+            raise
+        log.info("Net '%s': rounding may have reordered boxes; their scores and locations are compared", net.name)
+        reached = run_net(before, feeds)  # first: the layers take the batch of `feeds`
+        of_boxes = compare(run_other(before, feeds), reached)
+        refuse_large(of_boxes, limit, so)
+    return differences + of_boxes
+
+
+def finds_boxes(net: Net, output: str) -> bool:
+    """Return whether an output's rows are found boxes, which a small change may reorder."""
+    return any(node.layer.changes_shapes for node in net.nodes if net.outputs[output] in node.tops)
+
+
+def _before_boxes(net: Net) -> Net | None:
+    """Return the net without its DetectionOutput layers; None if it has none behind other layers.
+
+    Its outputs are the scores and locations that boxes are found from.
+    """
+    given = {top for node in net.nodes if node.layer.type == "Input" for top in node.tops}
+    finders = [node for node in net.nodes if node.layer.type == "DetectionOutput"]
+    if all(given.issuperset(node.bottoms) for node in finders):
+        return None
+    param = caffe_pb2.NetParameter(name=net.name)
+    param.layer.extend(node.layer.param for node in net.nodes if node not in finders)
+    with net.backend.activate():
+        result = Net(param, replace(net.context, passes=PassCounter(), run_fillers=False))
+        result.share_trained_layers_with(net)
+    return result
+
+
 def difference(name: str, found: NDArray[Any], wanted: NDArray[Any]) -> Difference:
     """Return the difference of two arrays of one shape; NaN in both counts as equal."""
     a, b = found.astype(np.float64), wanted.astype(np.float64)
@@ -238,7 +288,7 @@ def difference(name: str, found: NDArray[Any], wanted: NDArray[Any]) -> Differen
     return Difference(name, largest, largest / float(finite) if finite else largest)
 
 
-def refuse_large(differences: list[Difference], limit: float = LIMIT, so: str = "the file is not written") -> None:
+def refuse_large(differences: list[Difference], limit: float = LIMIT, so: str = NOT_WRITTEN) -> None:
     """Raise an error for differences above a limit; its message ends with `so`.
 
     Raises:

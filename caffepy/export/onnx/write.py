@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, num
 from caffepy.errors import ConfigError
 from caffepy.export.lowering import Lowering, Varying
 from caffepy.export.onnx import rules
+from caffepy.export.onnx.libraries import run_model
 from caffepy.export.prepare import as_half
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.blob import Blob
@@ -126,6 +127,16 @@ def serialised(model: ModelProto) -> bytes:
     content = bytes(model.SerializeToString())
     onnx.checker.check_model(content)
     return content
+
+
+def run_as_onnx(net: Net, feeds: Mapping[str, NDArray[Any]], opset: int = DEFAULT) -> dict[str, NDArray[Any]]:
+    """Export a net in memory and return its outputs, computed by onnxruntime.
+
+    Raises:
+        ConfigError: a layer has no ONNX form.
+        RunError: onnxruntime fails.
+    """
+    return run_model(serialised(to_model(net, opset)), feeds)
 
 
 class _Writer(Lowering):

@@ -112,10 +112,10 @@ def test_boxes_in_another_order_are_checked_by_what_they_are_found_from(
     monkeypatch.setattr(Session, "run", reordered)
     command = ["export", *map(str, detector), *more]
     assert main(command) == 0
-    said = capsys.readouterr().out
-    assert said.count("Rounding may have reordered the boxes") == (2 if more else 1)
-    assert "output 'scores': largest difference" in said
-    assert "output 'codes': largest difference" in said
+    said = capsys.readouterr()
+    assert said.err.count("rounding may have reordered boxes") == (2 if more else 1)
+    assert "output 'scores': largest difference" in said.out
+    assert "output 'codes': largest difference" in said.out
     detector[2].unlink()
     monkeypatch.setattr(OnnxLayer, "add", without_sigmoid)
     assert main(command) == 1
