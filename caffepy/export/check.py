@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,6 @@ from caffepy.net.graph import Node
 
 log = logging.getLogger(__name__)
 
-NOT_WRITTEN = "the file is not written"
 LIMIT = 1e-4
 """Tolerance relative to the output's largest absolute value."""
 
@@ -214,16 +213,15 @@ def compare(found: Mapping[str, NDArray[Any]], wanted: Mapping[str, NDArray[Any]
     return differences
 
 
-def check_outputs(
+def compare_outputs(
     found: Mapping[str, NDArray[Any]],
     wanted: Mapping[str, NDArray[Any]],
     net: Net,
     feeds: Mapping[str, NDArray[Any]],
     run_other: Callable[[Net, Mapping[str, NDArray[Any]]], Mapping[str, NDArray[Any]]],
     limit: float = LIMIT,
-    so: str = NOT_WRITTEN,
 ) -> list[Difference]:
-    """Return the differences of a net's outputs, or of what boxes are found from if these differ.
+    """Return the differences of a net's outputs, or of the scores and locations of boxes whose own exceed the limit.
 
     Scores that are equal up to rounding can change the order of boxes, and which boxes are kept.
 
@@ -234,44 +232,29 @@ def check_outputs(
         feeds: the inputs of both.
         run_other: exports another net and runs it.
         limit: as for `refuse_large`.
-        so: the same.
 
     Raises:
-        RunError: a difference exceeds the limit; an output is missing or has another shape.
+        RunError: an output is missing or has another shape.
     """
-    boxes = {name for name in wanted if finds_boxes(net, name)}
+    given = {top for node in net.nodes if node.layer.type == "Input" for top in node.tops}
+    finders = [n for n in net.nodes if n.layer.type == "DetectionOutput" and not given.issuperset(n.bottoms)]
+    boxes = {name for name, blob in net.outputs.items() if any(blob in node.tops for node in finders)}
     differences = compare(found, {name: values for name, values in wanted.items() if name not in boxes})
-    refuse_large(differences, limit, so)
     try:
         of_boxes = compare(found, {name: wanted[name] for name in wanted if name in boxes})
-        refuse_large(of_boxes, limit, so)
+        refuse_large(of_boxes, limit)
     except RunError:
-        before = _before_boxes(net)
-        if before is None:
-            raise
         log.info("Net '%s': rounding may have reordered boxes; their scores and locations are compared", net.name)
+        before = _without(net, finders)
         reached = run_net(before, feeds)  # first: the layers take the batch of `feeds`
         of_boxes = compare(run_other(before, feeds), reached)
-        refuse_large(of_boxes, limit, so)
     return differences + of_boxes
 
 
-def finds_boxes(net: Net, output: str) -> bool:
-    """Return whether an output's rows are found boxes, which a small change may reorder."""
-    return any(node.layer.changes_shapes for node in net.nodes if net.outputs[output] in node.tops)
-
-
-def _before_boxes(net: Net) -> Net | None:
-    """Return the net without its DetectionOutput layers; None if it has none behind other layers.
-
-    Its outputs are the scores and locations that boxes are found from.
-    """
-    given = {top for node in net.nodes if node.layer.type == "Input" for top in node.tops}
-    finders = [node for node in net.nodes if node.layer.type == "DetectionOutput"]
-    if all(given.issuperset(node.bottoms) for node in finders):
-        return None
+def _without(net: Net, nodes: Collection[Node]) -> Net:
+    """Return the net without some layers at its end."""
     param = caffe_pb2.NetParameter(name=net.name)
-    param.layer.extend(node.layer.param for node in net.nodes if node not in finders)
+    param.layer.extend(node.layer.param for node in net.nodes if node not in nodes)
     with net.backend.activate():
         result = Net(param, replace(net.context, passes=PassCounter(), run_fillers=False))
         result.share_trained_layers_with(net)
@@ -288,7 +271,7 @@ def difference(name: str, found: NDArray[Any], wanted: NDArray[Any]) -> Differen
     return Difference(name, largest, largest / float(finite) if finite else largest)
 
 
-def refuse_large(differences: list[Difference], limit: float = LIMIT, so: str = NOT_WRITTEN) -> None:
+def refuse_large(differences: list[Difference], limit: float = LIMIT, so: str = "the file is not written") -> None:
     """Raise an error for differences above a limit; its message ends with `so`.
 
     Raises:

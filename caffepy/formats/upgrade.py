@@ -8,10 +8,7 @@ name here: a family of `caffepy/forks` has a module `upgrade` for its own, with 
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import logging
-import pkgutil
 from collections.abc import Callable
 from functools import cache
 
@@ -31,10 +28,9 @@ from caffepy.formats.proto.caffe_pb2 import (
     VideoDataParameter,
 )
 from caffepy.utils.registry import suggest
+from caffepy.utils.subpackages import import_from_subpackages
 
 log = logging.getLogger(__name__)
-
-_FORKS = "caffepy.forks"
 
 BATCH_NORM_BLOBS = 3
 """Mean, variance and their common scale factor: statistics that the solver must not update."""
@@ -87,9 +83,7 @@ def upgrade_net(param: NetParameter, origin: str) -> None:
 @cache
 def _of_families() -> list[Callable[[NetParameter], None]]:
     """Return `upgrade` of each family of forks that has a module `upgrade`."""
-    families = pkgutil.iter_modules(importlib.import_module(_FORKS).__path__)
-    names = sorted(f"{_FORKS}.{family.name}.upgrade" for family in families)
-    return [importlib.import_module(name).upgrade for name in names if importlib.util.find_spec(name)]
+    return [module.upgrade for module in import_from_subpackages("caffepy.forks", "upgrade")]
 
 
 def upgrade_solver(param: SolverParameter, origin: str) -> None:

@@ -86,12 +86,13 @@ class RuntimeNet:
         self._compare(net)
 
     def _compare(self, net: Net) -> None:
-        from caffepy.export.check import check_outputs, random_inputs, run_net
+        from caffepy.export.check import compare_outputs, random_inputs, refuse_large, run_net
         from caffepy.export.onnx.write import run_as_onnx
 
         inputs = random_inputs(net)
-        wanted = run_net(net, inputs)
-        for one in check_outputs(self.run(inputs), wanted, net, inputs, run_as_onnx, LIMIT, "use engine 'own'"):
+        differences = compare_outputs(self.run(inputs), run_net(net, inputs), net, inputs, run_as_onnx, LIMIT)
+        refuse_large(differences, LIMIT, "use engine 'own'")
+        for one in differences:
             log.info("Net '%s' is computed by onnxruntime; %s", net.name, one)
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> Arrays:

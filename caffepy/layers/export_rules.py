@@ -10,9 +10,6 @@ are imported for the nets that have a type of the family. Nothing here needs onn
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
-import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
@@ -25,6 +22,7 @@ from caffepy.layers.blob import Blob
 from caffepy.layers.known_types import layer_modules
 from caffepy.layers.layer import Layer
 from caffepy.utils.registry import Registry
+from caffepy.utils.subpackages import import_from_subpackages
 
 Values: TypeAlias = "str | Sequence[str] | None"
 """What a layer's tops become: names of values in ONNX, expressions in PyTorch."""
@@ -70,17 +68,14 @@ class Rules:
 
 def import_families(types: Iterable[str] | None = None) -> None:
     """Import the rules of the families of some layer types; None: of all families."""
-    for family in sorted(_families(types)):
-        name = f"{_FORKS}.{family}.export_rules"
-        if importlib.util.find_spec(name) is not None:
-            importlib.import_module(name)
+    import_from_subpackages(_FORKS, "export_rules", _families(types))
 
 
-def _families(types: Iterable[str] | None) -> set[str]:
-    """The families that define some types; all of them where the sources, which tell them, are not installed."""
+def _families(types: Iterable[str] | None) -> set[str] | None:
+    """The families that define some types; None, for all, where the sources, which tell them, are not installed."""
     modules = layer_modules()
     if types is None or not modules:
-        return {module.name for module in pkgutil.iter_modules(importlib.import_module(_FORKS).__path__)}
+        return None
     found = (modules.get(one, "") for one in types)
     return {module.split(".")[2] for module in found if module.startswith(f"{_FORKS}.")}
 

@@ -23,7 +23,7 @@ from caffepy.net.record_shape import told_shape
 Shape = tuple[int, ...]
 Layers = Sequence[caffe_pb2.LayerParameter]
 
-FILLER = caffe_pb2.FillerParameter.DESCRIPTOR
+_FILLER = caffe_pb2.FillerParameter.DESCRIPTOR
 _CONSTANTS = {"DummyData", "Parameter", "Python"}
 """Layers without bottoms that the deploy net keeps, unless the shape of a top is given."""
 _SCORES = {"Accuracy", "DetectionEvaluate", "Silence"}
@@ -107,7 +107,7 @@ def _without_training(layer: caffe_pb2.LayerParameter, shared: Mapping[str, int]
         plain.param.extend(_sharing(param) for param in layer.param)
     for _, settings in plain.ListFields() if layer.type not in _CONSTANTS else ():
         for each in settings.DESCRIPTOR.fields if isinstance(settings, Message) else ():
-            if each.message_type == FILLER:
+            if each.message_type == _FILLER:
                 settings.ClearField(each.name)
     return plain
 

@@ -169,9 +169,8 @@ class LivenessAnalysis:
         refs: dict[Memory, ArrayRef] = {}
         for ref, array in self._arrays():
             memory = array.memory
-            usable = not memory.lasting and memory.made != SETUP and memory.first is not None
-            if ref.is_blob and self.net.schedule[ref.node].tops[ref.index] in self._resized:
-                continue
+            resized = ref.is_blob and self.net.schedule[ref.node].tops[ref.index] in self._resized
+            usable = not memory.lasting and memory.made != SETUP and memory.first is not None and not resized
             if usable and array.part == memory.whole and array.shape == memory.shape:
                 refs.setdefault(memory, ref)
         return {ref: memory for memory, ref in refs.items()}
